@@ -1,9 +1,11 @@
-"""The conductor actor, which drives a run step by step to its end: it leases groups, has the learner train, delivers
-versions of the weights and records each step. It never touches a payload.
+"""The conductor actor, which drives a run step by step to its end: it leases groups, has the
+learner train, delivers versions of the weights and records each step. It never touches a payload.
 
-`Conductor.run` is the run. Its components do not know it; they return, or set an event that one of its loops awaits:
+`Conductor.run` is the run. Its components do not know it; they return, or set an event that one of
+its loops awaits:
 
-* `AdmissionController` (schedule/admission.py) decides which groups may be leased with which version;
+* `AdmissionController` (schedule/admission.py) decides which groups may be leased
+  with which version;
 * `LeaseDispatcher` (lease_dispatcher.py) answers the calls of generators with leases;
 * `TaskSource` (tasks.py) chooses the task of each group, and quarantines those that always fail;
 * `Fleet` (fleet.py) knows the generators and their health;
@@ -69,8 +71,8 @@ STOP_SECONDS_WHILE_LOADING = 5.0
 
 
 class Conductor:
-    """The actor that controls a run. It serves generators (`lease_groups`) and the driver (`run`, `get_status`,
-    `request_stop`) on one event loop, and does no blocking work."""
+    """The actor that controls a run. It serves generators (`lease_groups`) and the driver (`run`,
+    `get_status`, `request_stop`) on one event loop, and does no blocking work."""
 
     def __init__(
         self,
@@ -89,22 +91,35 @@ class Conductor:
             resume_state: State of the checkpoint that the run resumes from.
             lineage: Lineage of this start of the run.
         """
-        self.world, self._lock = world, prepare_process(world, Path(run_dir), "conductor")
+        self.world = world
+        self._lock = prepare_process(world, Path(run_dir), "conductor")
         self.config: Config = config_from_dict(config)
-        self.run_id, self.run_dir, self.lineage, self.learner = run_id, Path(run_dir), lineage, learner
+        self.run_id = run_id
+        self.run_dir = Path(run_dir)
+        self.lineage = lineage
+        self.learner = learner
         self.events = open_event_log(self.run_dir, "conductor", world=world)
         self._remote_events = AppendFile(self.run_dir / EVENTS_FILE, world=world)
-        self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline, world=world)
-        self.step_rows = StepWriter(self.run_dir, self.events.error, DeviceCounts.from_config(self.config), world=world)
+        self.timeline = Timeline(
+            self.run_dir, "weights", enabled=self.config.observe.timeline, world=world
+        )
+        self.step_rows = StepWriter(
+            self.run_dir, self.events.error, DeviceCounts.from_config(self.config), world=world
+        )
         self.task_source = TaskSource(self.config, self.run_dir, self.events, world=world)
-        schedule, clock = self.config.schedule, world.clock.monotonic
+        schedule = self.config.schedule
+        clock = world.clock.monotonic
         self.admission = AdmissionController(
             schedule,
-            # If steps take groups until they have enough tokens, the total number of groups is not known beforehand.
-            total_groups=None if schedule.takes_extra_groups else self.config.steps * schedule.prompts_per_step,
+            # If steps take groups until they have enough tokens, the total number of groups is not
+            # known beforehand.
+            total_groups=None
+            if schedule.takes_extra_groups
+            else self.config.steps * schedule.prompts_per_step,
             choose_task=self.task_source.choose_task,
         )
-        self.lag_meter, self._stage_seconds = LagMeter(world.processes), StageTimer("conductor", world.processes)
+        self.lag_meter = LagMeter(world.processes)
+        self._stage_seconds = StageTimer("conductor", world.processes)
         self.pacing = PaceMonitor(schedule, self.events.warning, clock)
         self._processes = {"conductor": (world.processes.pid, world.processes.host)}
         self._stop_requested = asyncio.Event()
@@ -115,7 +130,8 @@ class Conductor:
         )
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
         self._actor_stop_seconds = STOP_SECONDS_WHILE_LOADING
-        """Seconds that the actors may take to end. While they load, there is no work that they have to finish."""
+        """Seconds that the actors may take to end. While they load, there is no work that
+        they have to finish."""
         self._phase = "starting"
         self._write_sizes = UNKNOWN_SIZES
         self._resume_state = resume_state
@@ -132,20 +148,21 @@ class Conductor:
         self._resumed_tokens = resume_state.generated_tokens if resume_state else 0
         self._started_at = clock() - (resume_state.elapsed if resume_state else 0.0)
 
-    # -- called by generators ------------------------------------------------------------------------------------
+    # -- called by generators ----------------------------------------------------------------------
 
     async def lease_groups(self, message: bytes) -> bytes:
         """Answer a generator's call for leases; see `LeaseDispatcher.answer_call`.
 
-        `message` is a `LeaseCall` in MessagePack, and the result a `LeaseAnswer` in MessagePack: one value each way
-        costs Ray the least.
+        `message` is a `LeaseCall` in MessagePack, and the result a `LeaseAnswer` in MessagePack:
+        one value each way costs Ray the least.
         """
         with stage("lease"):
             call = decode_msgpack(message, LeaseCall)
-            generator, stats = self.fleet.generators.get(call.generator_id), call.stats
+            generator = self.fleet.generators.get(call.generator_id)
+            stats = call.stats
             if generator is None or not generator.is_current_process(*call.process):
-                # It has left, or another process has taken its place, which would have to play these leases without
-                # knowing of them.
+                # It has left, or another process has taken its place, which would have to play
+                # these leases without knowing of them.
                 return msgspec.msgpack.encode(LeaseAnswer([], more=False))
             self.fleet.note_answer(generator)
             generator.has_played |= bool(call.ended)
@@ -156,7 +173,7 @@ class Conductor:
             self.pacing.report_generator(call.generator_id, stats)
             return msgspec.msgpack.encode(await self.dispatcher.answer_call(call))
 
-    # -- called by the driver ------------------------------------------------------------------------------------
+    # -- called by the driver ----------------------------------------------------------------------
 
     async def add_generator(self, generator_id: str, handle: ActorRef) -> str:
         """Add a generator to the running fleet; see `FleetMembership.add_generator`."""
@@ -173,7 +190,8 @@ class Conductor:
     def get_status(self, since: int) -> dict[str, Any]:
         """Return the run's status for the live line. The call is cheap.
 
-        Its rows are those of the steps after step `since`; `evaluations` are the last evaluation rows of this start.
+        Its rows are those of the steps after step `since`; `evaluations` are the last evaluation
+        rows of this start.
         """
         return {
             "phase": self._phase,
@@ -201,7 +219,8 @@ class Conductor:
         return self._stop_requested.is_set()
 
     async def request_stop(self) -> None:
-        """Request that the run finish the running step, write a checkpoint and end. Returns at once."""
+        """Request that the run finish the running step, write a checkpoint and end.
+        Returns at once."""
         if not self.stop_requested:
             self._stop_requested.set()
             # Calls that wait for leases are answered: there will be none.
@@ -212,12 +231,17 @@ class Conductor:
     async def run(self) -> dict[str, Any]:
         """Make the whole run: load, train, save, evaluate, and end the actors.
 
-        Returns the fields of the event `run_finished`. `updates` is the number of optimizer updates that made the
-        weights, over all steps and resumes; without any there is no `model`. `without_update` says what the steps of
-        this process that made no update lacked. A run that was stopped while it loaded has neither. Raises `RunFailed`
-        with the reason.
+        Returns the fields of the event `run_finished`. `updates` is the number of optimizer updates
+        that made the weights, over all steps and resumes; without any there is no `model`.
+        `without_update` says what the steps of this process that made no update lacked. A run that
+        was stopped while it loaded has neither. Raises `RunFailed` with the reason.
         """
-        self.events.info("conductor_started", pid=self.world.processes.pid, step=self.step, lineage=self.lineage.number)
+        self.events.info(
+            "conductor_started",
+            pid=self.world.processes.pid,
+            step=self.step,
+            lineage=self.lineage.number,
+        )
         # Every row has this event loop's lag, measured from the start.
         self.lag_meter.start()
         # The time that this task takes is booked to the stage "steps".
@@ -225,14 +249,17 @@ class Conductor:
             # What goes on beside the steps. A failure of any of it ends the steps at once.
             background: list[asyncio.Task[None]] = []
             try:
-                # Load learner and engines, and install the first weights: nothing can be played or trained before.
+                # Load learner and engines, and install the first weights: nothing can be played
+                # or trained before.
                 installer = await await_or_stopped(self._stop_requested, self._start_actors())
                 if installer is None:
-                    # The stop came during loading: no step was made in this start, so there is nothing to save.
+                    # The stop came during loading: no step was made in this start, so there is
+                    # nothing to save.
                     self.events.info("run_finished", steps=self.step, stopped=True, model=None)
                     return {"steps": self.step, "model": "", "stopped": True}
                 self._phase = "training"
-                # From now on the actors have work that they have to finish when they are asked to end.
+                # From now on the actors have work that they have to finish when they
+                # are asked to end.
                 self._actor_stop_seconds = self.config.supervise.stop_grace_seconds
                 # The time spent loading must not lower the rates of the first row.
                 self.step_rows.restart_clock()
@@ -241,52 +268,68 @@ class Conductor:
                 # Detect a run in which no process fails but nothing progresses.
                 watching = create_stage_task("watch", self._build_stall_monitor(installer).run())
                 # End the run as soon as too many tasks have failed.
-                background += [delivering, watching, create_stage_task("watch", self.task_source.raise_when_failed())]
-                # Start the generators and restart those that are lost, from now on and beside the steps.
+                background += [
+                    delivering,
+                    watching,
+                    create_stage_task("watch", self.task_source.raise_when_failed()),
+                ]
+                # Start the generators and restart those that are lost, from now on and
+                # beside the steps.
                 background.append(create_stage_task("deliver", self.membership.run()))
                 # Answer calls that wait for leases, when there is something to lease.
                 background.append(create_stage_task("lease", self.dispatcher.run()))
-                # Begin the evaluation that was due at this step, if it is not there; it is played beside training.
+                # Begin the evaluation that was due at this step, if it is not there; it is played
+                # beside training.
                 self.evaluator.resume_evaluations(self.step, self.version)
 
                 publishing: asyncio.Task[None] | None = None
                 # `next_version` is the version that the next step makes, or has a part in.
                 next_version = self.version + 1
                 while self.step < self.config.steps and not self.stop_requested:
-                    # The last step publishes its weights even if their version has fewer steps than usual.
+                    # The last step publishes its weights even if their version has fewer
+                    # steps than usual.
                     last = self.step + 1 == self.config.steps
-                    # If a generator is due to be probed with this version, the learner scores the probe's text with it, too.
+                    # If a generator is due to be probed with this version, the learner scores the
+                    # probe's text with it, too.
                     scored = installer.needs_probe_scores(next_version)
                     # Train one step; meanwhile a failure of a background task ends the run.
                     step: TrainStepResult | None = await await_guarded(
-                        self.learner.call("train_step", is_last=last, with_probe_scores=scored), background
+                        self.learner.call("train_step", is_last=last, with_probe_scores=scored),
+                        background,
                     )
                     # The learner was interrupted while it waited for groups: a stop was requested.
                     if step is None:
                         break
-                    self.step, self.version = self.step + 1, step.version
-                    # The leases of these groups are over; their slots stay taken until the version is published.
+                    self.step = self.step + 1
+                    self.version = step.version
+                    # The leases of these groups are over; their slots stay taken until the
+                    # version is published.
                     self.admission.step_trained(self.version, step.groups)
                     # Rewards of a task decide how often it is posed again (`schedule.difficulty`).
                     self.task_source.record_scores(step.groups, step.scores)
-                    # Free the slots before the weights arrive: new leases begin at once and wait for them at their engine.
+                    # Free the slots before the weights arrive: new leases begin at once and wait
+                    # for them at their engine.
                     if step.has_new_weights:
                         self.admission.version_published(self.version)
                     # Serve the generators that wait for leases.
                     self.fleet.leases_due.set()
-                    # Keep the row until its version is delivered: it has the delivery's figures, too.
+                    # Keep the row until its version is delivered: it has the
+                    # delivery's figures, too.
                     self._add_row(step)
                     # An evaluation runs beside training, so it only begins here.
                     self.evaluator.evaluate_if_due(self.step, self.version)
                     # Without new weights, the next step is part of the same version.
                     if step.has_new_weights:
                         next_version = self.version + 1
-                        # At most one copy waits: the learner has written it before it copied the next, so this wait is short.
+                        # At most one copy waits: the learner has written it before it copied the
+                        # next, so this wait is short.
                         if publishing is not None:
                             await await_guarded(publishing, background)
-                        # Write and deliver the new version beside the next step. If it cannot be written, the run ends at
-                        # once, and not only at the next version.
-                        publishing = asyncio.create_task(self._publish_version(installer, self.version))
+                        # Write and deliver the new version beside the next step. If it cannot be
+                        # written, the run ends at once, and not only at the next version.
+                        publishing = asyncio.create_task(
+                            self._publish_version(installer, self.version)
+                        )
                         background.append(publishing)
                         # Checkpoint between two steps, and only where a version is complete.
                         if self._checkpoint_due(self.step):
@@ -296,7 +339,8 @@ class Conductor:
                 if publishing is not None:
                     await publishing
                 self._phase = "writing a checkpoint"
-                # Checkpoint the last step first, so that whatever fails from here on can be resumed.
+                # Checkpoint the last step first, so that whatever fails from here
+                # on can be resumed.
                 await await_guarded(self._begin_last_checkpoint(), [delivering])
                 watching.cancel()  # the phases that follow have limits of their own
                 # Every step gets its row, which is written when its weights are delivered.
@@ -305,12 +349,17 @@ class Conductor:
                 updates = await self._save_model() if self.step else 0
                 self._phase = "evaluating"
                 # Evaluate the last weights while the engines that have them still live.
-                undone = await self.evaluator.finish_evaluations(self.step, self.version, self._stop_requested)
+                undone = await self.evaluator.finish_evaluations(
+                    self.step, self.version, self._stop_requested
+                )
                 # A stop request that came when everything was done has stopped nothing.
                 stopped = self.stop_requested and (undone or self.step < self.config.steps)
-                # A run without an update in which most episodes failed has failed, and was not merely idle.
-                if not updates and not stopped and (failure := self._update_monitor.describe_failure()):
-                    raise RunFailed(f"{failure}. The last one: {self.task_source.last_failure}")
+                # A run without an update in which most episodes failed has failed, and was
+                # not merely idle.
+                if not updates and not stopped:
+                    failure = self._update_monitor.describe_failure()
+                    if failure:
+                        raise RunFailed(f"{failure}. The last one: {self.task_source.last_failure}")
                 # The event and the result have the same fields.
                 ended = {
                     "steps": self.step,
@@ -325,8 +374,11 @@ class Conductor:
                 # Name the innermost cause, in the record and to the driver.
                 cause = describe_root_cause(error, self.run_dir)
                 self.events.error("run_failed", error=cause)
-                # After the loss of a process the driver may restart the run from its newest checkpoint.
-                raise (ProcessLost if isinstance(error, ActorLostError) else RunFailed)(cause) from error
+                # After the loss of a process the driver may restart the run from its
+                # newest checkpoint.
+                if isinstance(error, ActorLostError):
+                    raise ProcessLost(cause) from error
+                raise RunFailed(cause) from error
             finally:
                 # From here on nothing is leased, and a loss of a generator restarts nothing.
                 self._stop_requested.set()
@@ -340,14 +392,17 @@ class Conductor:
                 # End the actors in order, within a limit: the driver kills those that do not end.
                 await self._stop_actors()
                 # The records are complete only when what is kept in memory is in the files.
-                await self.world.record_flusher.finish_writes(self.config.supervise.stop_grace_seconds)
+                await self.world.record_flusher.finish_writes(
+                    self.config.supervise.stop_grace_seconds
+                )
                 self._phase = "ended"
 
-    # -- start ---------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     async def _start_actors(self) -> VersionInstaller:
         """Load and start everything that the first step needs. Returns the installer of weights."""
-        config, self._phase = self.config, "loading learner and engine"
+        config = self.config
+        self._phase = "loading learner and engine"
         info, infos = await asyncio.gather(self._load_learner(), self.fleet.load_engines())
         check_shares_run_directory(info, self.run_dir)
         self._write_sizes = WriteSizes(*info["written"])
@@ -355,31 +410,45 @@ class Conductor:
         self.fleet.check_generators(infos, self.admission.slots)
         self.task_source.set_task_counts(infos[0]["tasks"])
         hosts = {i["host"] for i in infos} | {info["host"], *info["rank_hosts"]}
-        backend = choose_weight_backend(config, hosts, info["gpus"], [i["gpus"] for i in infos], info["rank_hosts"])
+        backend = choose_weight_backend(
+            config, hosts, info["gpus"], [i["gpus"] for i in infos], info["rank_hosts"]
+        )
         probe_tokens = await self.fleet.encode_probe_text()
-        listening = await self.learner.call("start_listening", infos[0]["routing"], backend, probe_tokens)
+        listening = await self.learner.call(
+            "start_listening", infos[0]["routing"], backend, probe_tokens
+        )
         learner_address = LearnerAddress(listening["endpoint"], backend, listening["keys"])
         if self._resume_state is not None or listening["newest_group"] >= 0:
             await self._resume_run(listening["newest_group"])
         self.task_source.extend_quarantine(self.admission.groups_leased)
         installer = await self._deliver_first_version(learner_address, probe_tokens)
-        self.membership.begin_membership(installer, self.world.actors.current_actor(), infos[0], hosts)
+        self.membership.begin_membership(
+            installer, self.world.actors.current_actor(), infos[0], hosts
+        )
         return installer
 
     async def _load_learner(self) -> dict[str, Any]:
         """Have the learner load. Returns what it reports about itself."""
         report: dict[str, Any] = await call_with_limit(
-            self.config, "learner.start_timeout", self.learner, "start", failure="the learner did not load"
+            self.config,
+            "learner.start_timeout",
+            self.learner,
+            "start",
+            failure="the learner did not load",
         )
         self._phase = "loading engine"
         return report
 
     async def _resume_run(self, newest_group: int) -> None:
-        """Continue where the checkpoint left off, or without one at the beginning. Episodes of untrained groups that
-        the learner still has are not played again."""
-        if (state := self._resume_state) is not None:
-            restore_admission(self.admission, state)  # every engine installs these weights before anything is leased
-        groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest_group + 1))
+        """Continue where the checkpoint left off, or without one at the beginning. Episodes of
+        untrained groups that the learner still has are not played again."""
+        state = self._resume_state
+        if state is not None:
+            # Every engine installs these weights before anything is leased.
+            restore_admission(self.admission, state)
+        groups = range(
+            self.admission.oldest_group, max(self.admission.groups_leased, newest_group + 1)
+        )
         missing = await self.learner.call("missing_episodes", list(groups))
         self.task_source.load_state_dict(state, await self.learner.call("list_buffered_tasks"))
         again = self.admission.requeue_after_resume(newest_group, lambda g: missing.get(g, []))
@@ -416,7 +485,8 @@ class Conductor:
         finally:
             watching.cancel()
         self.admission.version_published(published.version)
-        self._write_delivered_rows(published.version, zero_delivery_metrics())  # of a resumed run's last step
+        # Of a resumed run's last step.
+        self._write_delivered_rows(published.version, zero_delivery_metrics())
         return installer
 
     async def _watch_learner(self) -> None:
@@ -425,19 +495,21 @@ class Conductor:
             await asyncio.sleep(RPC_SECONDS)
             await self.learner.call("get_status")
 
-    # -- steps ---------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def _add_row(self, step: TrainStepResult) -> None:
         """Add the row of a step. Raises `RunFailed` if too many steps in a row were skipped."""
         # Who waited for whom in this step.
         metrics = step.metrics | self.pacing.record_step(self.step, len(step.groups), step.metrics)
         self.step_rows.add(self.step, self.version, metrics, step.previews)
-        if reason := self._update_monitor.record_step(self.step, metrics):
+        reason = self._update_monitor.record_step(self.step, metrics)
+        if reason:
             raise RunFailed(reason)
 
     async def _begin_checkpoint(self) -> None:
-        """Begin a checkpoint of the run as it is between two steps. A checkpoint that cannot be begun, for example
-        because file descriptors are lacking, is due again after the next step."""
+        """Begin a checkpoint of the run as it is between two steps. A checkpoint that
+        cannot be begun, for example because file descriptors are lacking, is due again
+        after the next step."""
         state = ConductorState(
             admission=self.admission.state_dict(),
             tasks=self.task_source.state_dict(),
@@ -454,14 +526,18 @@ class Conductor:
         except OSError as error:
             if not is_disk_error(error):
                 raise
-            self.events.error("checkpoint_failed", step=self.step, error=f"{type(error).__name__}: {error}")
+            self.events.error(
+                "checkpoint_failed", step=self.step, error=f"{type(error).__name__}: {error}"
+            )
             return
         self._checkpoint_due.mark_begun(self.step)
-        self.events.info("checkpoint_begun", step=self.step, training_waited_seconds=round(seconds, 4))
+        self.events.info(
+            "checkpoint_begun", step=self.step, training_waited_seconds=round(seconds, 4)
+        )
 
     async def _begin_last_checkpoint(self) -> None:
-        """Begin the checkpoint of the last step, and try again for as long as a checkpoint may take. Raises `RunFailed`
-        after that."""
+        """Begin the checkpoint of the last step, and try again for as long as a checkpoint may
+        take. Raises `RunFailed` after that."""
         clock = self.world.clock.monotonic
         limit = self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes)
         deadline = clock() + limit
@@ -470,16 +546,19 @@ class Conductor:
             if self.step != self._checkpoint_due.last_step:
                 if clock() > deadline:
                     raise RunFailed(
-                        f"the checkpoint of step {self.step} could not be begun within {limit:g} s (checkpoint.write_timeout): "
-                        f"see checkpoint_failed in {EVENTS_FILE}, mend the cause and resume"
+                        f"the checkpoint of step {self.step} could not be begun within {limit:g} s "
+                        f"(checkpoint.write_timeout): see checkpoint_failed in {EVENTS_FILE}, mend "
+                        "the cause and resume"
                     )
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _publish_version(self, installer: VersionInstaller, version: int) -> None:
-        """Have the learner write the copied weights, and make them the version that engines install.
+        """Have the learner write the copied weights, and make them the version that
+        engines install.
 
-        The learner may be several versions ahead of an engine: versions that are being read now must stay, however many
-        follow. What engines begin to read from here on is the newest version, which outlives the next one in any case.
+        The learner may be several versions ahead of an engine: versions that are being read now
+        must stay, however many follow. What engines begin to read from here on is the newest
+        version, which outlives the next one in any case.
         """
         published = await self.learner.call("write_version", installer.versions_in_use)
         self.step_rows.update_pending(version, {"timing/weight_write_seconds": published.seconds})
@@ -487,8 +566,8 @@ class Conductor:
         self.fleet.weights_due.set()
 
     async def _deliver_versions(self, installer: VersionInstaller) -> None:
-        """Install the newest weights in every generator that answers, and write the rows of the steps that made them.
-        Runs until cancelled."""
+        """Install the newest weights in every generator that answers, and write the rows of the
+        steps that made them. Runs until cancelled."""
         while True:
             # A new version, or a generator that may lack one, wakes this loop.
             await self.fleet.weights_due.wait()
@@ -501,14 +580,15 @@ class Conductor:
             with self.timeline.measure_span("deliver", version=version):
                 figures = await installer.deliver_newest()
             if figures is None:
-                # Nobody has it: a generator that is restarted, or recovers, installs it and wakes this loop.
+                # Nobody has it: a generator that is restarted, or recovers, installs it and
+                # wakes this loop.
                 continue
             # The rows waited for the figures of this delivery.
             self._write_delivered_rows(version, figures)
 
     async def _finish_delivery(self, delivering: asyncio.Task[None]) -> None:
-        """Wait until the last weights are delivered, for `RPC_SECONDS` at most, and write the rows that are left, so
-        that every step has its row. Raises what the delivery failed with."""
+        """Wait until the last weights are delivered, for `RPC_SECONDS` at most, and write the rows
+        that are left, so that every step has its row. Raises what the delivery failed with."""
         deadline = self.world.clock.monotonic() + RPC_SECONDS
         while not self.step_rows.is_empty and self.world.clock.monotonic() < deadline:
             self.fleet.weights_due.set()
@@ -516,39 +596,59 @@ class Conductor:
         self._write_delivered_rows(self.version, zero_delivery_metrics())
 
     def _write_delivered_rows(self, version: int, metrics: dict[str, float]) -> None:
-        """Write the rows of all steps up to `version`, which is installed now, with the delivery's `metrics`."""
+        """Write the rows of all steps up to `version`, which is installed now, with the
+        delivery's `metrics`."""
         metrics = metrics | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
-            **{f"lag/conductor_{name}": value for name, value in self.lag_meter.collect_metrics().items()},
+            **{
+                f"lag/conductor_{name}": value
+                for name, value in self.lag_meter.collect_metrics().items()
+            },
             **self.dispatcher.collect_metrics(),
             **self.task_source.collect_metrics(self.admission.groups_leased),
         }
         self.step_rows.devices = DeviceCounts.from_config(self.config, len(self.fleet.generators))
-        self.dispatcher.cpu_seconds.add("conductor", self.world.processes.cpu_seconds(), "conductor")
+        self.dispatcher.cpu_seconds.add(
+            "conductor", self.world.processes.cpu_seconds(), "conductor"
+        )
         stages = self.dispatcher.stage_seconds.totals | self._stage_seconds.total_seconds()
         self.step_rows.write_delivered(
             version, self._generated_tokens, metrics, self.dispatcher.cpu_seconds.totals, stages
         )
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     async def _save_model(self) -> int:
-        """Have the learner save the model and finish the last checkpoint. Returns how many updates made the weights."""
+        """Have the learner save the model and finish the last checkpoint. Returns how many updates
+        made the weights."""
         self._phase = "saving the model"
-        model, failure = str(self.run_dir / "model"), "the model was not saved"
+        model = str(self.run_dir / "model")
+        failure = "the model was not saved"
         updates: int = await call_with_limit(
             self.config, "learner.start_timeout", self.learner, "save_model", model, failure=failure
         )
         self._phase = "writing a checkpoint"
-        setting, failure = "checkpoint.write_timeout", "the last checkpoint was not written"
-        seconds = self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes) + RPC_SECONDS
-        await call_with_limit(self.config, setting, self.learner, "finish_checkpoint", failure=failure, seconds=seconds)
+        setting = "checkpoint.write_timeout"
+        failure = "the last checkpoint was not written"
+        seconds = (
+            self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes)
+            + RPC_SECONDS
+        )
+        await call_with_limit(
+            self.config,
+            setting,
+            self.learner,
+            "finish_checkpoint",
+            failure=failure,
+            seconds=seconds,
+        )
         return updates
 
     async def _stop_actors(self) -> None:
         """Ask the actors to end in order, and wait for it as long as they may take."""
-        actors, seconds = [*(g.handle for g in self.fleet), self.learner], self._actor_stop_seconds
+        actors = [*(g.handle for g in self.fleet), self.learner]
+        seconds = self._actor_stop_seconds
         ended = asyncio.gather(*(actor.call("stop") for actor in actors), return_exceptions=True)
         try:
             await asyncio.wait_for(ended, seconds)
@@ -566,6 +666,8 @@ class Conductor:
             installer=installer,
             evaluator=self.evaluator,
             learner=self.learner,
-            write_seconds=self.config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
+            write_seconds=self.config.weights.resolve_write_timeout(
+                self._write_sizes.version_bytes
+            ),
             stop_requested=self._stop_requested,
         )

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from r3async.actors.ranks import RemoteRanks
 
 
-WRITE_DISK_HINT = "the run waits, and nothing is lost: free bytes there, or file descriptors of this process"
+WRITE_DISK_HINT = (
+    "the run waits, and nothing is lost: free bytes there, or file descriptors of this process"
+)
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -39,8 +41,9 @@ class Published(msgspec.Struct, frozen=True):
 
     Attributes:
         publication: The offer of the version, with which engines fetch it.
-        scores: float32 `[2, 2, T - 1]`: the learner's scores of both texts of `make_probe_pair` with exactly these
-            weights, at temperature 1 and at the run's temperature. None if they were not requested.
+        scores: float32 `[2, 2, T - 1]`: the learner's scores of both texts of `make_probe_pair`
+            with exactly these weights, at temperature 1 and at the run's temperature. None if they
+            were not requested.
         seconds: Seconds that it took to write the version.
     """
 
@@ -55,16 +58,16 @@ class Published(msgspec.Struct, frozen=True):
 
 @dataclass
 class VersionWriter:
-    """The learner's writer of versions. It copies the weights between two steps and writes the copy beside the steps
-    that follow. At most one copy waits.
+    """The learner's writer of versions. It copies the weights between two steps and writes the copy
+    beside the steps that follow. At most one copy waits.
 
     A disk that does not take a version is tried again until it does.
 
     Attributes:
         torch_lane: Thread that makes the calls of `ranks`.
         writer_lane: Thread that writes.
-        probe_tokens: int32 `[T]`: tokens of the probe's text (`r3async.actors.generator_probe.probe_generator`). None: no
-            probe.
+        probe_tokens: int32 `[T]`: tokens of the probe's text
+            (`r3async.actors.generator_probe.probe_generator`). None: no probe.
         write_seconds: Seconds that writing one version may take.
         server: Serves what is written to other hosts, if there are any.
         remote_ranks: The ranks, if they are on several hosts, which serve what is written there.
@@ -103,7 +106,9 @@ class VersionWriter:
 
     def collect_metrics(self) -> dict[str, float]:
         """Return the number of peers that the server has refused, as a metric."""
-        return {"weights/strangers": 0 if self.server is None else self.server.refused_peers.total()}
+        return {
+            "weights/strangers": 0 if self.server is None else self.server.refused_peers.total()
+        }
 
     @property
     def is_writing(self) -> bool:
@@ -111,17 +116,19 @@ class VersionWriter:
         return not self._write_done.is_set()
 
     async def copy_weights(self, version: int, *, with_probe_scores: bool) -> None:
-        """Copy the current weights as `version`, for `write_version`, as soon as the version before is written. With
-        `with_probe_scores`, they also score the probe's text. Raises `TimeoutError` if the version before was not
-        written within `write_seconds`, unless a disk does not take it."""
+        """Copy the current weights as `version`, for `write_version`, as soon as the version before
+        is written. With `with_probe_scores`, they also score the probe's text. Raises
+        `TimeoutError` if the version before was not written within `write_seconds`, unless a disk
+        does not take it."""
         while self.is_writing:
             try:
                 await asyncio.wait_for(self._write_done.wait(), self.write_seconds)
             except TimeoutError as error:
-                if self.disk_wait.current_wait is None:  # otherwise wait for the disk, however long it takes
+                # Otherwise wait for the disk, however long it takes.
+                if self.disk_wait.current_wait is None:
                     raise TimeoutError(
-                        f"version {version} has to wait for version {version - 1}, which was not written within "
-                        f"{self.write_seconds:g} s (weights.write_timeout)"
+                        f"version {version} has to wait for version {version - 1}, which was not "
+                        f"written within {self.write_seconds:g} s (weights.write_timeout)"
                     ) from error
         await self.torch_lane.run(self.ranks.snapshot_weights, version)
         self._copied_version = version
@@ -129,8 +136,8 @@ class VersionWriter:
         self._copied_scores = await self.score_probe() if with_probe_scores else None
 
     async def score_probe(self) -> np.ndarray | None:
-        """Score the probe's texts with the current weights, as `Published.scores` has them. Returns None if there is no
-        probe."""
+        """Score the probe's texts with the current weights, as `Published.scores` has them. Returns
+        None if there is no probe."""
         if self.probe_tokens is None:
             return None
         temperature = self.config.episode.temperature
@@ -138,13 +145,19 @@ class VersionWriter:
         for text in make_probe_pair(self.probe_tokens):
             plain = await self.torch_lane.run(self.ranks.score_tokens, text)
             same = temperature == 1.0
-            tempered = plain if same else await self.torch_lane.run(self.ranks.score_tokens, text, temperature)
+            tempered = (
+                plain
+                if same
+                else await self.torch_lane.run(self.ranks.score_tokens, text, temperature)
+            )
             scores.append([plain, tempered])
         return np.asarray(scores)
 
     async def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
-        """Write the copy to where engines find it. Versions in `versions_in_use`, which engines are reading, stay."""
-        began, scores = self._clock(), self._copied_scores
+        """Write the copy to where engines find it. Versions in `versions_in_use`, which engines
+        are reading, stay."""
+        began = self._clock()
+        scores = self._copied_scores
         try:
             publication = await self.disk_wait.run_with_retries(
                 WRITE_DISK_HINT, self._write_with_timeout, versions_in_use
@@ -168,7 +181,9 @@ class VersionWriter:
     def begin_watching(self) -> None:
         """Begin to watch the senders on the learner's other hosts, if there are any."""
         if self.server is not None and self.remote_ranks is not None:
-            self._watching = asyncio.create_task(self._watch_senders(self.server, self.remote_ranks))
+            self._watching = asyncio.create_task(
+                self._watch_senders(self.server, self.remote_ranks)
+            )
 
     async def _watch_senders(self, server: TcpServer, ranks: RemoteRanks) -> None:
         """Replace senders that send nothing and do not answer. Engines wait meanwhile."""
@@ -183,11 +198,15 @@ class VersionWriter:
             except LearnerError:  # its rank was lost, which ends the step
                 return
             server.move_parts(silent.endpoint, endpoint)
-            self.report_event("weights_go_on", host=host, sender=endpoint, replaced=endpoint != silent.endpoint)
+            self.report_event(
+                "weights_go_on", host=host, sender=endpoint, replaced=endpoint != silent.endpoint
+            )
 
-    async def save_model_directory(self, manifest: WeightManifest, model: Path, directory: Path) -> None:
-        """Write a version whose file is on the learner's hosts as a model directory, with the configuration and
-        tokenizer of the start `model`. Raises `OSError` or `TimeoutError`."""
+    async def save_model_directory(
+        self, manifest: WeightManifest, model: Path, directory: Path
+    ) -> None:
+        """Write a version whose file is on the learner's hosts as a model directory, with the
+        configuration and tokenizer of the start `model`. Raises `OSError` or `TimeoutError`."""
         # Loads torch, which this process has by now.
         from r3async.learner.model_directory import copy_version_file, save_version_as_model
 
@@ -213,4 +232,7 @@ class VersionWriter:
 def zero_delivery_metrics() -> dict[str, float]:
     """Return the metrics of a delivery for a step whose weights were never delivered: all are 0."""
     timing = ("weight_update", "weight_transfer", "weight_load", "engine_pause")
-    return {f"timing/{name}_seconds": 0.0 for name in timing} | {"weights/paused_share": 0.0, "weights/bytes": 0.0}
+    return {f"timing/{name}_seconds": 0.0 for name in timing} | {
+        "weights/paused_share": 0.0,
+        "weights/bytes": 0.0,
+    }

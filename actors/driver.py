@@ -37,26 +37,33 @@ STATUS_TIMEOUT_SECONDS = 2.0
 STACK_DUMP_SECONDS = 2.0
 """Seconds that a process which does not answer gets to write its stacks before it is ended."""
 PAUSED_AFTER_SECONDS = 30.0
-"""Seconds between two polls after which the driver takes itself for paused, and does not blame the conductor for the
-gap."""
+"""Seconds between two polls after which the driver takes itself for paused, and does not blame the
+conductor for the gap."""
 CONDUCTOR_ANSWERING = "answering/conductor"
 FIRST_ANSWER = f"{CONDUCTOR_ANSWERING} at first"
 RUN_POLL_SECONDS = 1.0
 LAST_STATUS_SECONDS = 10.0
-"""Seconds to wait for the conductor's status when the run has ended and the driver polls it for the last time."""
+"""Seconds to wait for the conductor's status when the run has ended and the driver polls it
+for the last time."""
 EXIT_SECONDS = 2.0
 """Seconds that actors may take to end before they are killed."""
 EXIT_POLL_SECONDS = 0.02
 
 
 def connect_cluster(world: World, config: Config) -> None:
-    """Join the configured Ray cluster, or start one on this host. Blocking; does nothing if the process has joined
-    already. Raises `ConfigError` for a cluster that cannot be reached, and `RunFailed` if none can be started."""
-    count, ranks = config.generator.count, config.learner.parallel.world_size
+    """Join the configured Ray cluster, or start one on this host. Blocking; does nothing if the
+    process has joined already. Raises `ConfigError` for a cluster that cannot be reached, and
+    `RunFailed` if none can be started."""
+    count = config.generator.count
+    ranks = config.learner.parallel.world_size
     try:
-        world.actors.join_cluster(config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0))
+        world.actors.join_cluster(
+            config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0)
+        )
     except ConnectionError as error:
-        raise (ConfigError if config.cluster.address else RunFailed)(str(error)) from error
+        if config.cluster.address:
+            raise ConfigError(str(error)) from error
+        raise RunFailed(str(error)) from error
 
 
 class RunLauncher:
@@ -79,28 +86,37 @@ class RunLauncher:
 
         Args:
             resume: The checkpoint that the run resumes from.
-            make_environment: Makes the generators' environments, if they are not made from the configuration alone
-                (`envs/factory.py`).
+            make_environment: Makes the generators' environments, if they are not made from the
+                configuration alone (`envs/factory.py`).
         """
         self.make_environment = make_environment
-        self.world, self.config, self.model_path, self.run_dir, self.resume = world, config, model_path, run_dir, resume
+        self.world = world
+        self.config = config
+        self.model_path = model_path
+        self.run_dir = run_dir
+        self.resume = resume
         self._offered_model: RemoteModelFiles | None = None
         self.run_id = f"{run_dir.name}-{world.unique_id()[:8]}"
         self.events = open_event_log(run_dir, "driver", world=world)
 
     def start(self) -> RunHandle:
-        """Take a lineage, join a cluster or start one here, and create the actors, which then make the run. Blocking;
-        call it on the running event loop."""
+        """Take a lineage, join a cluster or start one here, and create the actors, which then make
+        the run. Blocking; call it on the running event loop."""
         actors, lineage = self.world.actors, self._begin_lineage()
         connect_cluster(self.world, self.config)
         places = self._reserve_placements()
-        as_set = config_to_dict(self.config)  # for checkpoints, with which a resumed run's settings are compared
+        # For checkpoints, with which a resumed run's settings are compared.
+        as_set = config_to_dict(self.config)
         config = with_transport_host(self.config, places.layout)
         count = config.generator.count
-        plain, resume = config_to_dict(config), self.resume
-        with_secrets = config_to_dict(config, reveal=True)  # only generators, which serve and play, need them
-        directory, model = str(self.run_dir.absolute()), str(self.model_path)
-        # With several ranks, the learner actor only receives and packs; its ranks compute in processes of their own.
+        plain = config_to_dict(config)
+        resume = self.resume
+        # Only generators, which serve and play, need them.
+        with_secrets = config_to_dict(config, reveal=True)
+        directory = str(self.run_dir.absolute())
+        model = str(self.model_path)
+        # With several ranks, the learner actor only receives and packs; its ranks compute in
+        # processes of their own.
         learner = actors.spawn_actor(
             self.learner_class,
             self.run_id,
@@ -114,7 +130,11 @@ class RunLauncher:
             name="learner",
             actor_options=places.learner,
         )
-        parts = [GeneratorFactories(make_environment=self.make_environment)] if self.make_environment else []
+        parts = (
+            [GeneratorFactories(make_environment=self.make_environment)]
+            if self.make_environment
+            else []
+        )
 
         def spawn(name: str, place: ActorOptions) -> ActorRef:
             return actors.spawn_actor(
@@ -131,7 +151,9 @@ class RunLauncher:
             )
 
         home = places.layout.rank_hosts()
-        crew = FleetScaler(self.world, config, self.run_dir, self.events, spawn, places.engines, home)
+        crew = FleetScaler(
+            self.world, config, self.run_dir, self.events, spawn, places.engines, home
+        )
         conductor = actors.spawn_actor(
             self.conductor_class,
             self.run_id,
@@ -148,35 +170,50 @@ class RunLauncher:
         return RunHandle(self, conductor, learner, crew, places.reservation)
 
     def _offer_model(self) -> RemoteModelFiles:
-        """Return the files of the model, for hosts that may not have it. They are published once."""
+        """Return the files of the model, for hosts that may not have it. They
+        are published once."""
         if self._offered_model is None:
             self._offered_model = publish_model_files(self.world, self.model_path)
         return self._offered_model
 
     def _reserve_placements(self) -> RunPlacements:
         places = reserve_placements(self.world, self.config)
-        hosts = places.layout.rank_hosts(), [places.layout.host_of(seat) for seat in places.layout.engines]
+        hosts = (
+            places.layout.rank_hosts(),
+            [places.layout.host_of(seat) for seat in places.layout.engines],
+        )
         self.events.info("placed", ranks=hosts[0], engines=hosts[1], gpus=places.layout.gpu_count)
         return places
 
     def _begin_lineage(self) -> Lineage:
-        """Begin this start's lineage. It is on the disk before any actor exists, so that a start after a crash of this
-        one has another lineage."""
-        resume, run_dir, files = self.resume, self.run_dir, self.world.files
+        """Begin this start's lineage. It is on the disk before any actor exists, so that a start
+        after a crash of this one has another lineage."""
+        resume = self.resume
+        run_dir = self.run_dir
+        files = self.world.files
         origin = (
-            describe_origin(resume, CheckpointDirectory.from_config(self.config, run_dir, files=files).directory)
+            describe_origin(
+                resume, CheckpointDirectory.from_config(self.config, run_dir, files=files).directory
+            )
             if resume
             else ""
         )
-        lineage = begin_lineage(run_dir, resume, fingerprint_model(self.model_path, files=files), origin, files=files)
-        facts = {"parent": lineage.parent, "version": lineage.version, "step": resume.state.steps if resume else 0}
+        lineage = begin_lineage(
+            run_dir, resume, fingerprint_model(self.model_path, files=files), origin, files=files
+        )
+        facts = {
+            "parent": lineage.parent,
+            "version": lineage.version,
+            "step": resume.state.steps if resume else 0,
+        }
         self.events.info("lineage_began", lineage=lineage.number, **facts, origin=origin)
         return lineage
 
 
 class RunHandle:
-    """A handle on the actors of a start whose conductor runs. The driver polls `poll_status`, `check_conductor` and
-    `wait_finished`, requests an orderly end with `request_stop`, and always calls `end_actors`."""
+    """A handle on the actors of a start whose conductor runs. The driver polls `poll_status`,
+    `check_conductor` and `wait_finished`, requests an orderly end with `request_stop`, and always
+    calls `end_actors`."""
 
     def __init__(
         self,
@@ -186,9 +223,13 @@ class RunHandle:
         scaler: FleetScaler,
         reservation: Reservation,
     ):
-        self._reservation, self._scaler = reservation, scaler
-        self.config, self.run_dir = pipeline.config, pipeline.run_dir
-        self._world, self._events, self._conductor = pipeline.world, pipeline.events, conductor
+        self._reservation = reservation
+        self._scaler = scaler
+        self.config = pipeline.config
+        self.run_dir = pipeline.run_dir
+        self._world = pipeline.world
+        self._events = pipeline.events
+        self._conductor = conductor
         self._actors = [conductor, learner]
         self._scaling_task = asyncio.ensure_future(scaler.run(conductor))
         self._run_call = asyncio.ensure_future(conductor.call("run"))
@@ -203,11 +244,14 @@ class RunHandle:
         clock = self._world.clock.monotonic
         self._watchdog = Watchdog(clock, supervise.stall_seconds, {FIRST_ANSWER: first})
 
-    async def poll_status(self, since: int = 0, timeout: float = STATUS_TIMEOUT_SECONDS) -> dict[str, Any] | None:
-        """Return the conductor's status with the rows of steps after `since`; None if it did not answer within
-        `timeout` seconds.
+    async def poll_status(
+        self, since: int = 0, timeout: float = STATUS_TIMEOUT_SECONDS
+    ) -> dict[str, Any] | None:
+        """Return the conductor's status with the rows of steps after `since`; None if it did not
+        answer within `timeout` seconds.
 
-        If an earlier poll was not answered yet, its answer is returned, with the rows after that poll's `since`.
+        If an earlier poll was not answered yet, its answer is returned, with the rows after
+        that poll's `since`.
         """
         status = await self._status_call.poll_answer(timeout, since)
         self._observe_conductor()
@@ -216,7 +260,9 @@ class RunHandle:
         return status
 
     def _observe_conductor(self) -> None:
-        now, before, answers = self._world.clock.monotonic(), self._last_look_at, self._status_call.answer_count
+        now = self._world.clock.monotonic()
+        before = self._last_look_at
+        answers = self._status_call.answer_count
         self._last_look_at = now
         if answers:
             self._watchdog.forget_stage(FIRST_ANSWER)
@@ -228,15 +274,21 @@ class RunHandle:
     async def check_conductor(self, print_line: Callable[[str], object]) -> None:
         """Check that the conductor answers. Call this after each `poll_status`.
 
-        If it has not answered for `supervise.stall_seconds`, it is named, its stacks are written, and the action of
-        `supervise.on_stall` follows: its process is ended, and `ProcessLost` or `RunFailed` is raised.
+        If it has not answered for `supervise.stall_seconds`, it is named, its stacks are written,
+        and the action of `supervise.on_stall` follows: its process is ended, and `ProcessLost` or
+        `RunFailed` is raised.
         """
         for stall in self._watchdog.take_new_stalls():
             action = self.config.supervise.on_stall
             limit = f"limit {stall.limit:g} s, supervise.stall_seconds"
             failure = f"the conductor has not answered for {stall.seconds:.0f} s ({limit})"
-            print_line(f"{failure}; what it was doing is in {self.run_dir}/logs/conductor.log, unless it was paused")
-            asked = self._world.processes.request_stack_dump(*self._processes.get("conductor", (0, "")))
+            print_line(
+                f"{failure}; what it was doing is in {self.run_dir}/logs/conductor.log, "
+                "unless it was paused"
+            )
+            asked = self._world.processes.request_stack_dump(
+                *self._processes.get("conductor", (0, ""))
+            )
             self._events.error(
                 "stalled",
                 stage=CONDUCTOR_ANSWERING,
@@ -249,11 +301,13 @@ class RunHandle:
                 continue
             if asked:
                 await asyncio.sleep(STACK_DUMP_SECONDS)
-            raise (RunFailed if action == "abort" else ProcessLost)(f"{failure}; its process is ended")
+            if action == "abort":
+                raise RunFailed(f"{failure}; its process is ended")
+            raise ProcessLost(f"{failure}; its process is ended")
 
     def restore_directory(self, identity: RunIdentity, print_line: Callable[[str], object]) -> bool:
-        """Make the run's directory anew if it was deleted, and say so. Returns True if it was; the run should then stop,
-        while the learner still has its state."""
+        """Make the run's directory anew if it was deleted, and say so. Returns True if it was; the
+        run should then stop, while the learner still has its state."""
         try:
             if not identity.restore_if_deleted():
                 return False
@@ -261,7 +315,7 @@ class RunHandle:
         except OSError as error:
             failure = str(error)
         lost = "its records and checkpoints so far are lost" + (
-            f", and it cannot be made anew: {failure}" * bool(failure)
+            f", and it cannot be made anew: {failure}" if failure else ""
         )
         print_line(f"{self.run_dir} was deleted or moved while the run uses it: {lost}")
         self._events.error("run_directory_deleted", directory=str(self.run_dir), error=failure)
@@ -273,8 +327,8 @@ class RunHandle:
         return self._run_call.done()
 
     def get_result(self) -> dict[str, Any]:
-        """Return the result of `Conductor.run` once the run has ended. Raises `RunFailed` with the reason, and
-        `ProcessLost` if the run may resume from its newest checkpoint."""
+        """Return the result of `Conductor.run` once the run has ended. Raises `RunFailed` with the
+        reason, and `ProcessLost` if the run may resume from its newest checkpoint."""
         try:
             return self._run_call.result()
         except RunFailed as error:
@@ -283,7 +337,8 @@ class RunHandle:
             raise ProcessLost(f"the conductor process was lost: {error}") from None
 
     def request_stop(self) -> None:
-        """Request an orderly end: the running step is finished, a checkpoint is written and the model is saved."""
+        """Request an orderly end: the running step is finished, a checkpoint is written and
+        the model is saved."""
         self._open_calls.append(asyncio.ensure_future(self._conductor.call("request_stop")))
 
     async def end_actors(self) -> None:
@@ -293,18 +348,26 @@ class RunHandle:
             self._world.actors.kill_actor(actor)
         await self._wait_for_exit()
         for pid, host in self._processes.values():
-            self._world.processes.kill_process(pid, host)  # a process that was paused gets no request
+            # A process that was paused gets no request.
+            self._world.processes.kill_process(pid, host)
         self._scaler.release_placements()
         self._world.actors.release_bundles(self._reservation)
         for call in self._open_calls:
             call.cancel()
-        await asyncio.gather(*self._open_calls, self._scaling_task, self._status_call.cancel(), return_exceptions=True)
+        await asyncio.gather(
+            *self._open_calls,
+            self._scaling_task,
+            self._status_call.cancel(),
+            return_exceptions=True,
+        )
 
     async def _wait_for_exit(self) -> None:
-        """Wait until the processes on this host have ended, `EXIT_SECONDS` at most. If a process is killed before Ray
-        has ended it, Ray reports on the console that it died."""
+        """Wait until the processes on this host have ended, `EXIT_SECONDS` at most. If a process is
+        killed before Ray has ended it, Ray reports on the console that it died."""
         for _ in range(int(EXIT_SECONDS / EXIT_POLL_SECONDS)):
-            if not any(self._world.processes.is_alive(*process) for process in self._processes.values()):
+            if not any(
+                self._world.processes.is_alive(*process) for process in self._processes.values()
+            ):
                 return
             await asyncio.sleep(EXIT_POLL_SECONDS)
 
@@ -338,7 +401,8 @@ class DriverUI(Protocol):
         ...
 
     def confirm_started(self) -> None:
-        """Note that the actors exist: the driver looks at `stop_requested` often from now on. May raise."""
+        """Note that the actors exist: the driver looks at `stop_requested` often from
+        now on. May raise."""
         ...
 
     def show_status(self, status: dict[str, Any]) -> None:
@@ -358,23 +422,30 @@ async def supervise_run(
     ui: DriverUI,
     make_launcher: Callable[..., RunLauncher] = RunLauncher,
 ) -> None:
-    """Make the run, and restart it from its newest checkpoint if a process that it cannot do without is lost.
+    """Make the run, and restart it from its newest checkpoint if a process that it cannot do
+    without is lost.
 
-    `make_launcher` may return a launcher of other actors than usual. Raises `RunFailed` with what to do about it, or one
-    of its subclasses `NotTrained` (no step made an update) and `StoppedBeforeStep`; and what `restart_run` raises.
+    `make_launcher` may return a launcher of other actors than usual. Raises `RunFailed` with what
+    to do about it, or one of its subclasses `NotTrained` (no step made an update) and
+    `StoppedBeforeStep`; and what `restart_run` raises.
     """
     allowed = config.supervise.max_run_restarts
     restarts = 0
-    world.files.remove(run.path / SCALE_REQUEST_FILE)  # a new command sets the number of generators itself
+    # A new command sets the number of generators itself.
+    world.files.remove(run.path / SCALE_REQUEST_FILE)
     while True:
         wanted = with_requested_scale(config, run.path, files=world.files)
         try:
-            return await _run_start(make_launcher(world, wanted, model_path, run.path, run.resume_from), ui)
+            return await _run_start(
+                make_launcher(world, wanted, model_path, run.path, run.resume_from), ui
+            )
         except ProcessLost as error:
             if ui.stop_requested or restarts == allowed:
                 raise
             restarts += 1
-            ui.print_line(f"{error}; the run restarts ({restarts} of {allowed}, supervise.max_run_restarts)")
+            ui.print_line(
+                f"{error}; the run restarts ({restarts} of {allowed}, supervise.max_run_restarts)"
+            )
             ui.begin_loading()
             run = await restart_run(config, run, ui.print_line, ui.report_event, world=world)
             step = run.resume_from.state.steps if run.resume_from else 0
@@ -396,8 +467,10 @@ async def _run_start(launcher: RunLauncher, ui: DriverUI) -> None:
 
 
 async def _follow_run(world: World, running: RunHandle, ui: DriverUI) -> None:
-    limit, asked_at = 4 * running.config.supervise.stop_grace_seconds, 0.0
-    identity, is_deleted = RunIdentity(running.run_dir, files=world.files), False
+    limit = 4 * running.config.supervise.stop_grace_seconds
+    asked_at = 0.0
+    identity = RunIdentity(running.run_dir, files=world.files)
+    is_deleted = False
     while not await running.wait_finished(RUN_POLL_SECONDS):
         await _show_status(running, ui, STATUS_TIMEOUT_SECONDS)
         await running.check_conductor(ui.print_line)
@@ -405,12 +478,16 @@ async def _follow_run(world: World, running: RunHandle, ui: DriverUI) -> None:
         now = world.clock.monotonic()
         if (ui.stop_requested or is_deleted) and not asked_at:
             asked_at = now
-            ui.print_line("stopping: the running step is finished and a checkpoint written (again to stop at once)")
+            ui.print_line(
+                "stopping: the running step is finished and a checkpoint written (again "
+                "to stop at once)"
+            )
             running.request_stop()
         if asked_at and now - asked_at > limit:
             raise RunFailed(
-                f"the actors did not end within {limit:g} s (4 x supervise.stop_grace_seconds) and are ended now; "
-                f"the same command with name={running.run_dir.name} resumes from the newest checkpoint"
+                f"the actors did not end within {limit:g} s (4 x supervise.stop_grace_seconds) and "
+                f"are ended now; the same command with name={running.run_dir.name} resumes from "
+                "the newest checkpoint"
             )
     await _show_status(running, ui, LAST_STATUS_SECONDS)
     _report_result(running.get_result(), running, ui)
@@ -424,28 +501,41 @@ async def _show_status(running: RunHandle, ui: DriverUI, timeout: float) -> None
 
 def _report_result(result: Mapping[str, Any], running: RunHandle, ui: DriverUI) -> None:
     """Print how the run ended. Raises `NotTrained` and `StoppedBeforeStep`."""
-    steps, name = result["steps"], running.run_dir.name
+    steps = result["steps"]
+    name = running.run_dir.name
     if result["model"]:
         ui.print_line(f"trained model: {running.run_dir / 'model'}")
     if result["stopped"] and steps:
-        done = f"{steps} of {running.config.steps} steps" + (" without an update" if result.get("updates") == 0 else "")
+        done = f"{steps} of {running.config.steps} steps" + (
+            " without an update" if result.get("updates") == 0 else ""
+        )
         ui.print_line(f"stopped after {done}; to resume: the same command with name={name}")
     elif result["stopped"]:
-        raise StoppedBeforeStep(f"stopped before a step was made; to resume: the same command with name={name}")
+        raise StoppedBeforeStep(
+            f"stopped before a step was made; to resume: the same command with name={name}"
+        )
     elif steps and not result["updates"]:
         raise NotTrained(
-            f"none of {steps} steps made an update ({result['without_update']}); the weights are those that the run began "
-            "with, so no model is saved"
+            f"none of {steps} steps made an update ({result['without_update']}); the weights are "
+            "those that the run began with, so no model is saved"
         )
 
 
 # A learner outside of a run.
 
 
-def load_standalone_learner(config: Config, model_path: Path, run_dir: Path, world: World) -> LocalRank | RemoteRanks:
-    """Load a learner for training without engines. If it has several ranks, they run on a Ray cluster that is joined or
-    started."""
+def load_standalone_learner(
+    config: Config, model_path: Path, run_dir: Path, world: World
+) -> LocalRank | RemoteRanks:
+    """Load a learner for training without engines. If it has several ranks, they run on a Ray
+    cluster that is joined or started."""
     if config.learner.parallel.world_size == 1:
         return load_learner(config, model_path, run_dir, world=world)
     connect_cluster(world, config)
-    return load_learner(config, model_path, run_dir, reserve_placements(world, config, with_engines=False).ranks, world)
+    return load_learner(
+        config,
+        model_path,
+        run_dir,
+        reserve_placements(world, config, with_engines=False).ranks,
+        world,
+    )

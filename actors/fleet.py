@@ -1,4 +1,5 @@
-"""The conductor's view of its generators: how they start, how healthy they are, and where a run makes no progress."""
+"""The conductor's view of its generators: how they start, how healthy they are, and where a run
+makes no progress."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class FleetGenerator(msgspec.Struct):
     is_finished: bool = False
     """True if it has nothing more to play, and reports nothing more."""
     is_restart_requested: bool = False
-    """True if it is needed again if it was lost when it had nothing more to play: then nobody else restarts it."""
+    """True if it is needed again if it was lost when it had nothing more to play: then nobody
+    else restarts it."""
     is_leaving: bool = False
     """True if it finishes what it plays, and is leased nothing more."""
     first_weights_at: float | None = None
@@ -78,7 +80,8 @@ class FleetGenerator(msgspec.Struct):
     has_played: bool = False
     """True if an episode has ended on it."""
     equal_start_failures: int = 0
-    """Number of its processes, in a row, that failed with the reason of the last one before an episode had ended."""
+    """Number of its processes, in a row, that failed with the reason of the last one before an
+    episode had ended."""
     end_reason: str = ""
     """Reason why the conductor ended its process, until that loss is reported."""
     install_task: asyncio.Task[InstallReport] | None = None
@@ -88,9 +91,15 @@ class FleetGenerator(msgspec.Struct):
 
     def describe_status(self) -> dict[str, Any]:
         """Return the id, state, version, restarts and pid, for `Fleet.describe_generators`."""
-        now, state = self.cached_description, str(self.state)
+        now = self.cached_description
+        state = str(self.state)
         if not now or (now["state"], now["version"], now["pid"]) != (state, self.version, self.pid):
-            facts = {"state": state, "version": self.version, "restarts": self.restarts, "pid": self.pid}
+            facts = {
+                "state": state,
+                "version": self.version,
+                "restarts": self.restarts,
+                "pid": self.pid,
+            }
             self.cached_description = {"id": self.generator_id, **facts}
         return self.cached_description
 
@@ -112,9 +121,12 @@ class FleetGenerator(msgspec.Struct):
         return self.health.restarts
 
     def is_current_process(self, pid: int, host: str) -> bool:
-        """Return True if its present process has this `pid` and `host`, and is loaded. Calls of an earlier process may
-        come late."""
-        return (pid, host) == self.process and self.state not in (HealthState.LOST, HealthState.STARTING)
+        """Return True if its present process has this `pid` and `host`, and is loaded. Calls of an
+        earlier process may come late."""
+        return (pid, host) == self.process and self.state not in (
+            HealthState.LOST,
+            HealthState.STARTING,
+        )
 
     @property
     def can_lease(self) -> bool:
@@ -122,13 +134,14 @@ class FleetGenerator(msgspec.Struct):
 
     @property
     def is_live(self) -> bool:
-        """True if it has an engine that plays, or may still play: then it needs every new version."""
+        """True if it has an engine that plays, or may still play: then it needs
+        every new version."""
         return self.state in (HealthState.HEALTHY, HealthState.SUSPECT)
 
 
 class DepartedTotals(msgspec.Struct):
-    """The totals of generators that have left: tokens, restarts, seconds in the fleet, and seconds of these in which
-    new weights paused them."""
+    """The totals of generators that have left: tokens, restarts, seconds in the fleet, and seconds
+    of these in which new weights paused them."""
 
     tokens: int = 0
     restarts: int = 0
@@ -137,8 +150,9 @@ class DepartedTotals(msgspec.Struct):
 
 
 async def end_generator(world: World, generator: FleetGenerator, reason: str) -> None:
-    """End the process of a generator, whose loss is reported with `reason`; its supervisor does the rest, as for any
-    loss. Several may find that it has to end: it is ended once, and the first reason counts."""
+    """End the process of a generator, whose loss is reported with `reason`; its supervisor does
+    the rest, as for any loss. Several may find that it has to end: it is ended once, and the
+    first reason counts."""
     if generator.end_reason:
         await wait_for_process_end(world, *generator.process)
         return
@@ -147,8 +161,8 @@ async def end_generator(world: World, generator: FleetGenerator, reason: str) ->
 
 
 def _is_told_failure(cause: BaseException | None) -> bool:
-    """Return True if `cause` is what a generator itself failed with. A process that ended, did not answer in time, or
-    whose host lacks resources may do better next time."""
+    """Return True if `cause` is what a generator itself failed with. A process that ended, did not
+    answer in time, or whose host lacks resources may do better next time."""
     return cause is not None and not isinstance(cause, (ActorLostError, OSError, RunFailed))
 
 
@@ -173,11 +187,15 @@ class Fleet:
         handles: Mapping[str, ActorRef],
         clock: Callable[[], float] = REAL_WORLD.clock.monotonic,
     ):
-        self.config, self.events, self._clock = config, events, clock
+        self.config = config
+        self.events = events
+        self._clock = clock
         self.weights_due = asyncio.Event()
-        """Event that is set when there may be weights to deliver: a version is new, or a generator may lack one."""
+        """Event that is set when there may be weights to deliver: a version is new, or a
+        generator may lack one."""
         self.leases_due = asyncio.Event()
-        """Event that is set when there may be something to lease to a generator that waits, or nothing any more."""
+        """Event that is set when there may be something to lease to a generator that waits, or
+        nothing any more."""
         self.restarts_due = asyncio.Event()
         """Event that is set when there may be a generator to restart, or to go on without."""
         self.generators: dict[str, FleetGenerator] = {}
@@ -204,7 +222,8 @@ class Fleet:
 
     def remove(self, generator_id: str) -> None:
         """Remove a generator that has left. Its totals still count."""
-        generator, left = self.generators.pop(generator_id), self._departed
+        generator = self.generators.pop(generator_id)
+        left = self._departed
         self._idle_ids.pop(generator_id, None)
         self.ready_ids.pop(generator_id, None)
         left.tokens += generator.past_tokens + generator.generated_tokens
@@ -224,8 +243,8 @@ class Fleet:
         return iter(self.generators.values())
 
     def announce_change(self) -> None:
-        """Wake the delivery and the calls that wait for leases: a generator may need weights, or there may be work for
-        it."""
+        """Wake the delivery and the calls that wait for leases: a generator may need weights, or
+        there may be work for it."""
         self.weights_due.set()
         self.leases_due.set()
 
@@ -259,27 +278,37 @@ class Fleet:
 
     @property
     def paused_share(self) -> float:
-        """The share of the generators' time in which new weights kept an engine from generating, in 0..1."""
+        """The share of the generators' time in which new weights kept an engine from
+        generating, in 0..1."""
         lived = self._departed.fleet_seconds + sum(map(self._fleet_seconds, self))
         paused = self._departed.paused_seconds + sum(g.paused_seconds for g in self)
         return paused / lived if lived else 0.0
 
     def _fleet_seconds(self, generator: FleetGenerator) -> float:
-        return 0.0 if generator.first_weights_at is None else self._clock() - generator.first_weights_at
+        return (
+            0.0
+            if generator.first_weights_at is None
+            else self._clock() - generator.first_weights_at
+        )
 
     def describe_generators(self) -> list[dict[str, Any]]:
         """Describe each generator for the live line."""
         return [g.describe_status() for g in self]
 
-    # -- reports about generators ---------------------------------------------------------------------------------
+    # -- reports about generators ------------------------------------------------------------------
 
     def note_answer(self, generator: FleetGenerator) -> None:
-        """Note that a generator has sent or answered something. A suspect generator gets leases again."""
-        before, silent = generator.state, generator.health.silent_seconds
+        """Note that a generator has sent or answered something. A suspect generator
+        gets leases again."""
+        before = generator.state
+        silent = generator.health.silent_seconds
         generator.health.note_answer()
         if before is HealthState.SUSPECT:
             self.events.warning(
-                "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=round(silent, 1)
+                "generator_recovered",
+                generator=generator.generator_id,
+                pid=generator.pid,
+                seconds=round(silent, 1),
             )
             self.announce_change()  # it may need new weights
 
@@ -295,10 +324,12 @@ class Fleet:
                 )
 
     def find_overdue(self) -> list[FleetGenerator]:
-        """Return the suspect generators that have been silent for longer than 2 x `supervise.silence_seconds`: their
-        groups are leased again."""
+        """Return the suspect generators that have been silent for longer than 2 x
+        `supervise.silence_seconds`: their groups are leased again."""
         limit = 2 * self.config.supervise.silence_seconds
-        return [g for g in self if g.state is HealthState.SUSPECT and g.health.silent_seconds > limit]
+        return [
+            g for g in self if g.state is HealthState.SUSPECT and g.health.silent_seconds > limit
+        ]
 
     @staticmethod
     def mark_lost(generator: FleetGenerator) -> None:
@@ -309,18 +340,24 @@ class Fleet:
             generator.install_task = None
         generator.probed_version = -1
         generator.past_tokens += generator.generated_tokens
-        generator.last_lost_tokens, generator.generated_tokens = generator.generated_tokens, 0
+        generator.last_lost_tokens = generator.generated_tokens
+        generator.generated_tokens = 0
 
     @staticmethod
     def undo_loss(generator: FleetGenerator) -> None:
-        """Undo a loss: the process lives and was only out of reach. Nothing was restarted, and its counters go on."""
+        """Undo a loss: the process lives and was only out of reach. Nothing was restarted, and
+        its counters go on."""
         generator.health.undo_loss()
         generator.past_tokens -= generator.last_lost_tokens
-        generator.generated_tokens, generator.last_lost_tokens = generator.last_lost_tokens, 0
+        generator.generated_tokens = generator.last_lost_tokens
+        generator.last_lost_tokens = 0
 
-    def report_lost(self, generator: FleetGenerator, error: BaseException, leased_again: Sequence[int]) -> None:
+    def report_lost(
+        self, generator: FleetGenerator, error: BaseException, leased_again: Sequence[int]
+    ) -> None:
         before = generator.last_loss_reason if generator.equal_start_failures else ""
-        generator.last_loss_reason, generator.end_reason = generator.end_reason or str(error), ""
+        generator.last_loss_reason = generator.end_reason or str(error)
+        generator.end_reason = ""
         if generator.has_played or not _is_told_failure(error.__cause__):
             generator.equal_start_failures = 0
         elif _without_numbers(before) == _without_numbers(generator.last_loss_reason):
@@ -335,11 +372,11 @@ class Fleet:
             error=generator.last_loss_reason[:300],
         )
 
-    # -- starting ------------------------------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------------
 
     async def load_engines(self) -> list[dict[str, Any]]:
-        """Load every engine. They have no weights of the run and no connection yet. Returns what each generator reports
-        about itself."""
+        """Load every engine. They have no weights of the run and no connection yet. Returns what
+        each generator reports about itself."""
         return list(await asyncio.gather(*(self.load_engine(g) for g in self)))
 
     def check_generators(self, reports: Sequence[Mapping[str, Any]], slots: int) -> None:
@@ -349,34 +386,43 @@ class Fleet:
             reports: Result of `load_engines`.
             slots: Number of slots of the schedule.
 
-        Raises `RunFailed` if generators disagree on how many tasks there are, or engines cannot record the required
-        routes.
+        Raises `RunFailed` if generators disagree on how many tasks there are, or engines cannot
+        record the required routes.
         """
         sizes = [info["tasks"] for info in reports]
         if len(set(sizes)) > 1:
             raise RunFailed(
-                f"generators disagree on how many tasks the environment has (its `size`): {sizes}; every host needs the "
-                "same data"
+                f"generators disagree on how many tasks the environment has (its `size`): {sizes}; "
+                "every host needs the same data"
             )
-        routing, capacity = reports[0]["routing"], self.config.transport.credit_bytes
+        routing = reports[0]["routing"]
+        capacity = self.config.transport.credit_bytes
         need = max_buffer_bytes(self.config, RoutingShape(**routing) if routing else None)
         if need > capacity:  # the groups of the next step pass in any case: `MemoryBudget`
             self.events.warning(
                 "credit_is_small",
                 credit_bytes=capacity,
                 slots=slots,
-                hint=f"trajectories may wait at their generators; {need} would hold all that may be in flight",
+                hint=(
+                    f"trajectories may wait at their generators; {need} would hold all that "
+                    "may be in flight"
+                ),
             )
         if routing is None and self.config.routing.replay == "rollout":
-            raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
+            raise RunFailed(
+                'the model has no MoE layer to replay routes in: set routing.replay="off"'
+            )
 
     async def load_engine(self, generator: FleetGenerator) -> dict[str, Any]:
         info = await self._call_at_start(generator, "load its engine", "start")
-        generator.process, generator.is_on_gpu = (info["pid"], info["host"]), bool(info["gpus"])
+        generator.process = (info["pid"], info["host"])
+        generator.is_on_gpu = bool(info["gpus"])
         generator.health.mark_loaded()
         return info
 
-    async def connect_generator(self, generator: FleetGenerator, learner_address: LearnerAddress) -> None:
+    async def connect_generator(
+        self, generator: FleetGenerator, learner_address: LearnerAddress
+    ) -> None:
         await self._call_at_start(
             generator,
             "connect",
@@ -387,14 +433,16 @@ class Fleet:
         )
 
     async def encode_probe_text(self) -> list[int] | None:
-        """Return the tokens of the text that learner and engines score, by the generators' tokenizer; None without a
-        probe."""
+        """Return the tokens of the text that learner and engines score, by the generators'
+        tokenizer; None without a probe."""
         if not self.config.weights.probe:
             return None
         text = make_probe_text(self.config.episode.max_total_tokens)
         return await self._call_at_start(next(iter(self)), "encode the probe", "encode_probe", text)
 
-    async def _call_at_start(self, generator: FleetGenerator, action: str, method: str, *args: Any) -> Any:
+    async def _call_at_start(
+        self, generator: FleetGenerator, action: str, method: str, *args: Any
+    ) -> Any:
         """Call a generator as part of its start. Raises `RunFailed`, which names `action`, after
         `generator.start_timeout`."""
         failure = f"{generator.generator_id} did not {action}"

@@ -17,19 +17,28 @@ import msgspec
 
 from r3async.config import Config
 from r3async.untrusted import MalformedError, decode_json
-from r3async.world import ActorLostError, ActorOptions, ActorRef, Files, InsufficientResourcesError, Reservation, World
+from r3async.world import (
+    ActorLostError,
+    ActorOptions,
+    ActorRef,
+    Files,
+    InsufficientResourcesError,
+    Reservation,
+    World,
+)
 from r3async.world.files import read_file, replace_file
 from r3async.world.real import REAL_WORLD
 
 from .placement import ResourceDemand, plan_engine
 
 SCALE_REQUEST_FILE = "scale.json"
-"""Name of the file in the run's directory with the last scale request. It counts for as long as the run's command
-runs."""
+"""Name of the file in the run's directory with the last scale request. It counts for as long as the
+run's command runs."""
 SCALE_POLL_SECONDS = 1.0
 """Seconds between two looks at the scale request and at the free places."""
 PLACEMENT_WAIT_SECONDS = 0.01
-"""Seconds to wait for a place. A place that is not free at once is requested again with the next look."""
+"""Seconds to wait for a place. A place that is not free at once is requested again
+with the next look."""
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
@@ -51,17 +60,24 @@ def read_scale_request(run_dir: Path, *, files: Files = REAL_WORLD.files) -> Sca
         return None
 
 
-def write_scale_request(run_dir: Path, request: ScaleRequest, *, files: Files = REAL_WORLD.files) -> None:
+def write_scale_request(
+    run_dir: Path, request: ScaleRequest, *, files: Files = REAL_WORLD.files
+) -> None:
     """Write the scale request of a run. Raises `OSError`."""
     replace_file(run_dir / SCALE_REQUEST_FILE, msgspec.json.encode(request), files=files)
 
 
-def with_requested_scale(config: Config, run_dir: Path, *, files: Files = REAL_WORLD.files) -> Config:
-    """Return the configuration with as many generators as were requested while the run's command runs."""
+def with_requested_scale(
+    config: Config, run_dir: Path, *, files: Files = REAL_WORLD.files
+) -> Config:
+    """Return the configuration with as many generators as were requested while the
+    run's command runs."""
     wish = read_scale_request(run_dir, files=files)
     if wish is None:
         return config
-    return msgspec.structs.replace(config, generator=msgspec.structs.replace(config.generator, count=wish.generators))
+    return msgspec.structs.replace(
+        config, generator=msgspec.structs.replace(config.generator, count=wish.generators)
+    )
 
 
 class FleetScaler:
@@ -84,8 +100,12 @@ class FleetScaler:
         placements: list[ActorOptions],
         home_hosts: list[str],
     ):
-        self._world, self._config, self._run_dir, self._events = world, config, run_dir, events
-        self._spawn, self._home_hosts = spawn, home_hosts
+        self._world = world
+        self._config = config
+        self._run_dir = run_dir
+        self._events = events
+        self._spawn = spawn
+        self._home_hosts = home_hosts
         self.generators: dict[str, ActorRef] = {}
         self._placements: dict[str, ActorOptions] = {}
         self._next_number = 0
@@ -99,12 +119,14 @@ class FleetScaler:
     def _spawn_generator(self, place: ActorOptions) -> str:
         name = f"generator-{self._next_number}"
         self._next_number += 1  # a name is never used again: leases and records contain it
-        self.generators[name], self._placements[name] = self._spawn(name, place), place
+        self.generators[name] = self._spawn(name, place)
+        self._placements[name] = place
         return name
 
     def _end_generator(self, name: str) -> None:
         self._world.actors.kill_actor(self.generators.pop(name))
-        if (within := self._placements.pop(name).reserved_bundle) is not None:
+        within = self._placements.pop(name).reserved_bundle
+        if within is not None:
             self._world.actors.release_bundles(*within)
 
     def release_placements(self) -> None:
@@ -128,23 +150,38 @@ class FleetScaler:
         for name in await conductor.call("list_excluded"):
             if name in self.generators:  # its place is free for another
                 self._end_generator(name)
-        before, wanted = len(self.generators), wish.generators
+        before = len(self.generators)
+        wanted = wish.generators
         if self._wait_reason == "":
             self._events.info("scaling", generators=wanted, of=before, asked=wish.asked)
         if wanted < before:
-            await asyncio.gather(*(self._remove_generator(conductor, name) for name in list(self.generators)[wanted:]))
+            await asyncio.gather(
+                *(
+                    self._remove_generator(conductor, name)
+                    for name in list(self.generators)[wanted:]
+                )
+            )
         refused = ""
         if wanted > before:
             names, waits = await self._spawn_more(wanted - before)
             refused = "; ".join(
-                filter(None, await asyncio.gather(*(self._add_generator(conductor, name) for name in names)))
+                filter(
+                    None,
+                    await asyncio.gather(*(self._add_generator(conductor, name) for name in names)),
+                )
             )
             if waits and not refused:
                 if waits != self._wait_reason:
                     self._wait_reason = waits
-                    self._events.warning("scale_waits", generators=len(self.generators), asked=wish.asked, reason=waits)
+                    self._events.warning(
+                        "scale_waits",
+                        generators=len(self.generators),
+                        asked=wish.asked,
+                        reason=waits,
+                    )
                 return
-        self._handled_request, self._wait_reason = wish, ""
+        self._handled_request = wish
+        self._wait_reason = ""
         facts = {"generators": len(self.generators), "of": before, "asked": wish.asked}
         if refused:
             self._events.error("scale_refused", **facts, reason=refused)
@@ -152,8 +189,8 @@ class FleetScaler:
             self._events.info("scaled", **facts)
 
     async def _spawn_more(self, count: int) -> tuple[list[str], str]:
-        """Start up to `count` generators, as many as there are places for. Returns their names, and why there are not
-        more."""
+        """Start up to `count` generators, as many as there are places for. Returns their names, and
+        why there are not more."""
         names = list[str]()
         for _ in range(count):
             try:
@@ -165,7 +202,8 @@ class FleetScaler:
 
     def _reserve_placement(self) -> ActorOptions:
         """Reserve a place for one more generator. Blocking. Raises `InsufficientResourcesError`."""
-        demand, made = ResourceDemand.from_config(self._config), []
+        demand = ResourceDemand.from_config(self._config)
+        made = []
 
         def plan(nodes: Any) -> Any:
             made.append(plan_engine(demand, nodes, self._home_hosts))
@@ -173,7 +211,9 @@ class FleetScaler:
 
         reservation: Reservation = self._world.actors.reserve_bundles(plan, PLACEMENT_WAIT_SECONDS)
         generator = self._config.generator
-        place = ActorOptions(generator.threads, max_restarts=generator.max_restarts, gpus=made[-1].gpus)
+        place = ActorOptions(
+            generator.threads, max_restarts=generator.max_restarts, gpus=made[-1].gpus
+        )
         return replace(place, reserved_bundle=(reservation, 0))
 
     async def _add_generator(self, conductor: ActorRef, name: str) -> str:

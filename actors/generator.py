@@ -1,9 +1,10 @@
-"""The generator actor: it plays many episodes at once on one engine, sends their trajectories to the learner, and
-installs new weights meanwhile.
+"""The generator actor: it plays many episodes at once on one engine, sends their trajectories to
+the learner, and installs new weights meanwhile.
 
-`GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (lease_client.py), has each played by a
-`RetryingPlayer` (rollout/lease_player.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (lease_client.py), and gives
-trajectories to a `TrajectorySender` (transport/sender.py). A `WeightReceiver` (weights/weight_transfer.py) fetches versions.
+`GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (lease_client.py),
+has each played by a `RetryingPlayer` (rollout/lease_player.py) on an `Engine` (rollout/engine.py)
+behind a `VersionGate` (lease_client.py), and gives trajectories to a `TrajectorySender`
+(transport/sender.py). A `WeightReceiver` (weights/weight_transfer.py) fetches versions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import msgspec
 import numpy as np
 
 from r3async.actors.lease_client import LeaseClient, VersionGate
-from r3async.actors.remote_generators import RemoteModelFiles, fetch_model_files, shares_run_directory
+from r3async.actors.remote_generators import (
+    RemoteModelFiles,
+    fetch_model_files,
+    shares_run_directory,
+)
 from r3async.actors.weight_transport import build_weight_receiver
 from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
 from r3async.data.tokens import Trajectory
@@ -35,7 +40,13 @@ from r3async.record.timeline import Timeline
 from r3async.rollout import build_engine
 from r3async.rollout.agent_player import open_agent_player
 from r3async.rollout.agents import is_agent
-from r3async.rollout.engine import CorruptWeightsError, Engine, EngineLostError, InstallReport, sample_probe
+from r3async.rollout.engine import (
+    CorruptWeightsError,
+    Engine,
+    EngineLostError,
+    InstallReport,
+    sample_probe,
+)
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
 from r3async.rollout.evaluation import EvaluationPlayer, count_tasks_by_part, drop_long_prompts
 from r3async.rollout.evaluation_results import Evaluation
@@ -73,10 +84,13 @@ class GeneratorFactories:
     """Functions that make the parts of a generator from the configuration.
 
     Attributes:
-        make_engine: `make_engine(config, model_path, seed, world)` returns an engine that is not started.
-        make_renderer: `make_renderer(model_path, template_args)` returns a chat renderer. It is called in a thread.
+        make_engine: `make_engine(config, model_path, seed, world)` returns an engine
+            that is not started.
+        make_renderer: `make_renderer(model_path, template_args)` returns a chat renderer. It is
+            called in a thread.
         make_environment: `make_environment(env)` returns an environment factory.
-        make_sender: Takes the arguments of `TrajectorySender` and returns a sender that is not started.
+        make_sender: Takes the arguments of `TrajectorySender` and returns a sender
+            that is not started.
     """
 
     make_engine: Callable[[Config, str, int, World], Engine] = build_engine
@@ -93,18 +107,20 @@ class EngineAndRenderer(NamedTuple):
 
 
 class LearnerConnection(NamedTuple):
-    """The connections that `connect_to_learner` opens: to the learner, and to the transport of its weights."""
+    """The connections that `connect_to_learner` opens: to the learner, and to the
+    transport of its weights."""
 
     sender: TrajectorySender
     weight_receiver: WeightReceiver
 
 
 class GeneratorActor:
-    """The actor that plays episodes on one engine. Only the conductor calls it. It has one process and one event loop.
+    """The actor that plays episodes on one engine. Only the conductor calls it. It has one process
+    and one event loop.
 
-    After a restart the process is new: `start`, `connect_to_learner`, `install_version` and `run` are called again, in
-    that order. The same calls are made if only the connection broke and the process lives: then what it has loaded
-    stays, and a `run` that is still going on ends.
+    After a restart the process is new: `start`, `connect_to_learner`, `install_version` and `run`
+    are called again, in that order. The same calls are made if only the connection broke and the
+    process lives: then what it has loaded stays, and a `run` that is still going on ends.
     """
 
     def __init__(
@@ -118,18 +134,30 @@ class GeneratorActor:
         lineage: int = 1,
         parts: GeneratorFactories = GeneratorFactories(),
     ):
-        """Prepare the process; `start` loads the engine. `lineage` is the number of this start's lineage, within which
-        the versions of weights are counted."""
-        self.world, self._lock = world, prepare_process(world, Path(run_dir), generator_id)
-        self.generator_id, self.run_id = generator_id, run_id
-        self.config, self.model_path, self.run_dir = config_from_dict(config), model_path, Path(run_dir)
-        self.lineage, self._parts = lineage, parts
-        away, self._unsent_events = not shares_run_directory(self.run_dir, lineage, world.files), list[bytes]()
+        """Prepare the process; `start` loads the engine. `lineage` is the number of this start's
+        lineage, within which the versions of weights are counted."""
+        self.world = world
+        self._lock = prepare_process(world, Path(run_dir), generator_id)
+        self.generator_id = generator_id
+        self.run_id = run_id
+        self.config = config_from_dict(config)
+        self.model_path = model_path
+        self.run_dir = Path(run_dir)
+        self.lineage = lineage
+        self._parts = parts
+        away = not shares_run_directory(self.run_dir, lineage, world.files)
+        self._unsent_events = list[bytes]()
         self._events = open_event_log(
-            self.run_dir, generator_id, world=world, on_line=self._unsent_events.append if away else None
+            self.run_dir,
+            generator_id,
+            world=world,
+            on_line=self._unsent_events.append if away else None,
         )
-        self._timeline = Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world)
-        self._lag_meter, self._stage_seconds = LagMeter(world.processes), StageTimer("generator", world.processes)
+        self._timeline = Timeline(
+            self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world
+        )
+        self._lag_meter = LagMeter(world.processes)
+        self._stage_seconds = StageTimer("generator", world.processes)
         self._loaded: EngineAndRenderer | None = None
         self._connection: LearnerConnection | None = None
         self._installed_manifest: WeightManifest | None = None
@@ -142,8 +170,8 @@ class GeneratorActor:
         """Reason why the run cannot continue; empty while it can."""
         self._stopping = False
         self._woken = asyncio.Event()
-        """Event that wakes the loop of `run`: an episode is over, the engine has new weights, or the run cannot go
-        on."""
+        """Event that wakes the loop of `run`: an episode is over, the engine has new weights, or
+        the run cannot go on."""
         self._open_episodes: Counter[int] = Counter()
         """Number of episodes by group that were leased to this generator and have not ended."""
         self._undelivered_episodes: set[tuple[int, int]] = set()
@@ -151,11 +179,12 @@ class GeneratorActor:
         self._send_tasks: dict[asyncio.Task[None], None] = {}
 
     def _require_ready(self, part: T | None) -> T:
-        """Return `part`, or raise `ActorNotLoaded` if it is None. A restarted process is not announced, and must not
-        answer calls that were meant for the process before it."""
+        """Return `part`, or raise `ActorNotLoaded` if it is None. A restarted process is not
+        announced, and must not answer calls that were meant for the process before it."""
         if part is None:
             raise ActorNotLoaded(
-                f"{self.generator_id} was lost, and process {self.world.processes.pid} in its place is not set up yet"
+                f"{self.generator_id} was lost, and process {self.world.processes.pid} in its "
+                "place is not set up yet"
             )
         return part
 
@@ -171,35 +200,45 @@ class GeneratorActor:
     def _sender(self) -> TrajectorySender:
         return self._require_ready(self._connection).sender
 
-    # -- start and stop --------------------------------------------------------------------------------------------
+    # -- start and stop ----------------------------------------------------------------------------
 
     def describe_process(self) -> dict[str, Any]:
         return describe_process(self.world)
 
     @run_once
     async def start(self) -> dict[str, Any]:
-        """Load the engine and the tokenizer at the same time. Returns what the conductor has to know; `tasks` are the
-        numbers of tasks of the environment, if known."""
-        config, threads = self.config, self.world.threads
+        """Load the engine and the tokenizer at the same time. Returns what the conductor has to
+        know; `tasks` are the numbers of tasks of the environment, if known."""
+        config = self.config
+        threads = self.world.threads
         self._lag_meter.start()
-        seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # unique to this generator and run
+        # Unique to this generator and run.
+        seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)
         path = await threads.run(fetch_model_files, self.world, self.model_path, self.run_dir)
         engine = self._parts.make_engine(config, path, seed, self.world)
         self.world.processes.add_metrics_source(
             lambda: {f"engine/{name}": value for name, value in engine.collect_stats().items()}
         )
         rendering = threads.run(self._parts.make_renderer, path, config.episode.template_args)
-        self._loaded = EngineAndRenderer(engine, (await gather_or_cancel(engine.start(), rendering))[1])
-        self._events.info("generator_started", **self.describe_process(), engine=config.generator.engine)
+        self._loaded = EngineAndRenderer(
+            engine, (await gather_or_cancel(engine.start(), rendering))[1]
+        )
+        self._events.info(
+            "generator_started", **self.describe_process(), engine=config.generator.engine
+        )
         return {
             **self.describe_process(),
             "gpus": getattr(engine, "gpu_uuids", []),
             "routing": msgspec.structs.asdict(engine.routing) if engine.routing else None,
-            "tasks": await count_tasks_by_part(await threads.run(self._get_env_factory, config.env)),
+            "tasks": await count_tasks_by_part(
+                await threads.run(self._get_env_factory, config.env)
+            ),
         }
 
     @run_once
-    async def connect_to_learner(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
+    async def connect_to_learner(
+        self, endpoint: str, backend: str, keys: ClientKeys | None
+    ) -> None:
         """Connect to the learner, and to the transport of its weights.
 
         Args:
@@ -208,11 +247,18 @@ class GeneratorActor:
             keys: See `resolve_generator_keys`.
         """
         self._require_ready(self._loaded)
-        world, transport = self.world, self.config.transport
+        world = self.world
+        transport = self.config.transport
         client_keys = resolve_generator_keys(transport, keys, world.files)
         share = f"{self.run_id}-{self.lineage}-{world.processes.host}"
         weight_receiver = await world.threads.run(
-            build_weight_receiver, self.config, backend, self.generator_id, share, client_keys, world
+            build_weight_receiver,
+            self.config,
+            backend,
+            self.generator_id,
+            share,
+            client_keys,
+            world,
         )
         sender = self._parts.make_sender(
             endpoint,
@@ -244,24 +290,36 @@ class GeneratorActor:
 
     async def dump_stacks(self, reason: str) -> str:
         """Write the stacks of this process to `stacks/GENERATOR.txt` and return the path."""
-        return str(self.world.processes.dump_stacks(self.run_dir / "stacks" / f"{self.generator_id}.txt", reason))
+        return str(
+            self.world.processes.dump_stacks(
+                self.run_dir / "stacks" / f"{self.generator_id}.txt", reason
+            )
+        )
 
-    # -- weights ---------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     async def install_version(self, publication: TransferOffer) -> InstallReport:
-        """Fetch and install published weights while episodes continue. A file that differs from what was published is
-        fetched again, once."""
-        weights, clock = self._require_ready(self._connection).weight_receiver, self.world.clock
-        if (of := publication.manifest.lineage) != self.lineage:
+        """Fetch and install published weights while episodes continue. A file that differs from
+        what was published is fetched again, once."""
+        weights = self._require_ready(self._connection).weight_receiver
+        clock = self.world.clock
+        of = publication.manifest.lineage
+        if of != self.lineage:
             raise WeightError(
-                f"version {publication.manifest.version} is of lineage {of}, and {self.generator_id} is of {self.lineage}"
+                f"version {publication.manifest.version} is of lineage {of}, and "
+                f"{self.generator_id} is of {self.lineage}"
             )
-        before, first = clock.monotonic(), self._engine.version < 0
-        deadline = before + self.config.weights.resolve_install_timeout(publication.manifest.nbytes, first)
+        before = clock.monotonic()
+        first = self._engine.version < 0
+        deadline = before + self.config.weights.resolve_install_timeout(
+            publication.manifest.nbytes, first
+        )
         left = lambda: max(0.0, deadline - clock.monotonic())  # noqa: E731
         with stage("install"):
             for last in (False, True):
-                manifest = await weights.fetch_version(publication.manifest, publication.transport_data, left())
+                manifest = await weights.fetch_version(
+                    publication.manifest, publication.transport_data, left()
+                )
                 self._installed_manifest = manifest
                 fetched = clock.monotonic() - before
                 try:
@@ -271,9 +329,13 @@ class GeneratorActor:
                     await weights.discard_version(manifest)
                     if last:
                         raise
-                    self._events.warning("weights_fetched_again", version=manifest.version, error=str(error))
+                    self._events.warning(
+                        "weights_fetched_again", version=manifest.version, error=str(error)
+                    )
         ended = clock.time()
-        self._timeline.add_span("pause", ended - report.pause_seconds, ended, version=manifest.version)
+        self._timeline.add_span(
+            "pause", ended - report.pause_seconds, ended, version=manifest.version
+        )
         self._woken.set()
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
@@ -294,28 +356,35 @@ class GeneratorActor:
 
     async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
         """Sample the probe at the run's temperature; see `sample_probe`."""
-        return await sample_probe(self._engine, np.asarray(token_ids, np.int32), self.config.episode.temperature)
+        return await sample_probe(
+            self._engine, np.asarray(token_ids, np.int32), self.config.episode.temperature
+        )
 
     def encode_probe(self, text: str) -> list[int]:
         return self._renderer.encode_plain(text)[: len(text)]
 
-    # -- leases ----------------------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------
 
     @latest_call_only
     async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor answers that nothing is left to play.
 
-        All turns of an episode, and its retries, are played by this engine. Raises `EngineLostError` if it is lost:
-        another engine plays these episodes. Raises `TransportError` if the learner rejects the trajectory that stands
-        for a failed episode: its group could never be complete.
+        All turns of an episode, and its retries, are played by this engine. Raises
+        `EngineLostError` if it is lost: another engine plays these episodes. Raises
+        `TransportError` if the learner rejects the trajectory that stands for a failed episode: its
+        group could never be complete.
         """
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         # An earlier call may have left counts, and its episodes end with it.
         self._open_episodes.clear()
         self._undelivered_episodes.clear()
         # Record the routes of traced trajectories as the engine returns them.
-        recorded = record_engine_routes(self._engine, self.run_dir, self.generator_id, config, world=world)
-        # Let episodes begin at once, and their first answers wait for the weights that their lease names.
+        recorded = record_engine_routes(
+            self._engine, self.run_dir, self.generator_id, config, world=world
+        )
+        # Let episodes begin at once, and their first answers wait for the weights that
+        # their lease names.
         engine = VersionGate(time_engine_calls(recorded, self._timeline), self._woken)
         # Keep the endpoint for agents up, where there is one, for as long as episodes are played.
         async with open_agent_player(
@@ -353,15 +422,19 @@ class GeneratorActor:
             playing: list[asyncio.Task[None]] = []
             try:
                 with stage("lease"):
-                    while (leasing.has_more or playing or leasing.open_calls) and not self._stopping:
+                    while (
+                        leasing.has_more or playing or leasing.open_calls
+                    ) and not self._stopping:
                         # Call the conductor when a group fits, and otherwise as a heartbeat.
                         if leasing.is_call_due:
                             leasing.begin_call(self._collect_load(player), *self._take_reports())
-                        # Sleep until an answer, the end of an episode or new weights have come, or a look is due.
+                        # Sleep until an answer, the end of an episode or new weights have come,
+                        # or a look is due.
                         await leasing.wait_for_change()
                         # The engine may have new weights, for which first answers wait.
                         engine.release_ready()
-                        # A lost engine ends the loop, and no episode fails by it: others play what was leased here.
+                        # A lost engine ends the loop, and no episode fails by it: others play what
+                        # was leased here.
                         engine.raise_if_lost()
                         # Begin to play what was leased.
                         for lease in leasing.take_leases():
@@ -378,7 +451,8 @@ class GeneratorActor:
                 for left in (*playing, *leasing.open_calls):
                     left.cancel()
                 await asyncio.gather(*playing, *leasing.open_calls, return_exceptions=True)
-            # The last trajectories are still on their way: only what is acknowledged is safe at the learner.
+            # The last trajectories are still on their way: only what is acknowledged is
+            # safe at the learner.
             await self._sender.flush(config.transport.ack_timeout)
             # A rejection may have come while the sender was flushed.
             self._raise_failure()
@@ -388,8 +462,10 @@ class GeneratorActor:
 
     def _take_reports(self) -> tuple[list[EpisodeEnd], list[bytes]]:
         """Return the ends of episodes and the events to report, which from now on are reported."""
-        ended, self._ended_episodes[:] = list(self._ended_episodes), []
-        events, self._unsent_events[:] = list(self._unsent_events), []
+        ended = list(self._ended_episodes)
+        self._ended_episodes[:] = []
+        events = list(self._unsent_events)
+        self._unsent_events[:] = []
         return ended, events
 
     def _collect_load(self, player: RetryingPlayer) -> dict[str, float]:
@@ -399,21 +475,34 @@ class GeneratorActor:
                 "ended": player.attempt_count,
                 "unacknowledged": self._sender.unacknowledged,
                 "acknowledged": self._sender.acked,
-                **{f"lag_{name}": value for name, value in self._lag_meter.collect_metrics().items()},
+                **{
+                    f"lag_{name}": value
+                    for name, value in self._lag_meter.collect_metrics().items()
+                },
                 "cpu_seconds": (mine := processes.cpu_seconds()),
-                "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "process_ids", ())) - mine,
+                "engine_cpu_seconds": processes.cpu_seconds(
+                    getattr(self._engine, "process_ids", ())
+                )
+                - mine,
                 **self._stage_seconds.total_seconds(),
             }
 
-    def _start_lease(self, leasing: LeaseClient, player: RetryingPlayer, lease: GroupLease) -> asyncio.Task[None]:
-        """Start the episodes of a lease, except those that are still played here or wait for their acknowledgement.
+    def _start_lease(
+        self, leasing: LeaseClient, player: RetryingPlayer, lease: GroupLease
+    ) -> asyncio.Task[None]:
+        """Start the episodes of a lease, except those that are still played here or wait for their
+        acknowledgement.
 
-        Such episodes come back if this process was silent: its leases returned, and some were leased to it again.
+        Such episodes come back if this process was silent: its leases returned, and some were
+        leased to it again.
         """
         tasks = []
         for index in lease.episode_indices:
             task = EpisodeTask(lease.group_index, index, lease.task_seed)
-            if (task.group_index, index) not in self._undelivered_episodes and task.trajectory_id not in self._sender:
+            if (
+                task.group_index,
+                index,
+            ) not in self._undelivered_episodes and task.trajectory_id not in self._sender:
                 tasks.append(task)
         # They count from now on, so that the next call requests nothing in their place.
         leasing.playing_count += len(tasks)
@@ -423,13 +512,17 @@ class GeneratorActor:
         playing.add_done_callback(lambda _: self._woken.set())
         return playing
 
-    async def _play_lease(self, leasing: LeaseClient, player: RetryingPlayer, tasks: Sequence[EpisodeTask]) -> None:
+    async def _play_lease(
+        self, leasing: LeaseClient, player: RetryingPlayer, tasks: Sequence[EpisodeTask]
+    ) -> None:
         with self._timeline.measure_span("play"):
             async with asyncio.TaskGroup() as group:
                 for task in tasks:
                     group.create_task(self._play_and_send(leasing, player, task))
 
-    async def _play_and_send(self, leasing: LeaseClient, player: RetryingPlayer, task: EpisodeTask) -> None:
+    async def _play_and_send(
+        self, leasing: LeaseClient, player: RetryingPlayer, task: EpisodeTask
+    ) -> None:
         try:
             played = await player.play(task)
             leasing.playing_count -= 1
@@ -446,7 +539,7 @@ class GeneratorActor:
         if self._failure_reason:
             raise TransportError(self._failure_reason)
 
-    # -- trajectories ----------------------------------------------------------------------------------------------
+    # -- trajectories ------------------------------------------------------------------------------
 
     async def _send_trajectory(self, trajectory: Trajectory) -> None:
         """Send a trajectory, or the one that stands for it if the learner would not take it."""
@@ -460,8 +553,8 @@ class GeneratorActor:
         await self._sender.send(trajectory, more_follow=more)
 
     def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
-        """Return the reasons, by index, why the learner would not take trajectories, as far as its checks can be made
-        here."""
+        """Return the reasons, by index, why the learner would not take trajectories, as far as its
+        checks can be made here."""
         check = partial(
             validate_trajectories,
             vocab_size=None,
@@ -471,12 +564,13 @@ class GeneratorActor:
             group_size=self.config.schedule.group_size,
         )
         return {
-            at: f"{self.generator_id} made it wrong: {error}" for at, error in find_invalid(trajectories, check).items()
+            at: f"{self.generator_id} made it wrong: {error}"
+            for at, error in find_invalid(trajectories, check).items()
         }
 
     def _replace_rejected(self, trajectory: Trajectory, reason: str) -> None:
-        """Send a stand-in for a trajectory that the learner will never take. Its group is trained without it, unless
-        that happens too often (`TaskSource`)."""
+        """Send a stand-in for a trajectory that the learner will never take. Its group is trained
+        without it, unless that happens too often (`TaskSource`)."""
         name = trajectory.trajectory_id
         self._events.error("trajectory_rejected", trajectory_id=name, reason=reason)
         failure = f"the learner rejected trajectory {name}: {reason}"
@@ -485,18 +579,26 @@ class GeneratorActor:
             self._woken.set()
             return
         task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
-        self._add_episode_end(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", failure))
-        routing, end_id, now = self._engine.routing, self._renderer.eos_token_id, self.world.clock.time()
-        instead = build_failed_trajectory(task, routing, end_id, generator_id=self.generator_id, at=now)
-        sending = asyncio.create_task(self._sender.send(msgspec.structs.replace(instead, lineage=self.lineage)))
+        self._add_episode_end(
+            EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", failure)
+        )
+        routing = self._engine.routing
+        end_id = self._renderer.eos_token_id
+        now = self.world.clock.time()
+        instead = build_failed_trajectory(
+            task, routing, end_id, generator_id=self.generator_id, at=now
+        )
+        sending = asyncio.create_task(
+            self._sender.send(msgspec.structs.replace(instead, lineage=self.lineage))
+        )
         self._send_tasks[sending] = None
         sending.add_done_callback(self._send_tasks.pop)
 
-    # -- environments ----------------------------------------------------------------------------------------------
+    # -- environments ------------------------------------------------------------------------------
 
     def _get_env_factory(self, env: EnvConfig) -> EnvironmentFactory | None:
-        """Return the factory of an environment; None for an agent. Each environment has one factory, however often it
-        is played, because it may own processes."""
+        """Return the factory of an environment; None for an agent. Each environment has one
+        factory, however often it is played, because it may own processes."""
         if is_agent(env):
             return None
         key = msgspec.json.encode(config_to_dict(env, reveal=True))
@@ -508,8 +610,8 @@ class GeneratorActor:
     async def evaluate(self) -> dict[str, Any]:
         """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner.
 
-        Returns an `Evaluation`. Raises what an episode failed with after its retries, `EngineLostError` if the engine is
-        lost, and `TimeoutError` after `evaluation.timeout`.
+        Returns an `Evaluation`. Raises what an episode failed with after its retries,
+        `EngineLostError` if the engine is lost, and `TimeoutError` after `evaluation.timeout`.
         """
         player = EvaluationPlayer(
             self.config,
@@ -524,12 +626,15 @@ class GeneratorActor:
         playing = create_stage_task("evaluation", player.play_sets())
         self._evaluation_tasks.append(playing)
         try:
-            return msgspec.to_builtins(await asyncio.wait_for(playing, self.config.evaluation.timeout))
+            return msgspec.to_builtins(
+                await asyncio.wait_for(playing, self.config.evaluation.timeout)
+            )
         except TimeoutError as error:
             limit = self.config.evaluation.timeout
             raise TimeoutError(f"it took longer than evaluation.timeout = {limit} s") from error
         except Exception as error:
-            if (loss := find_cause(error, EngineLostError)) is not None:
+            loss = find_cause(error, EngineLostError)
+            if loss is not None:
                 raise loss from None
             raise
         finally:

@@ -34,44 +34,62 @@ async def probe_generator(
     config: Config,
     events: Any,
 ) -> None:
-    """Check that a generator's engine scores and samples like the learner did with the same weights.
+    """Check that a generator's engine scores and samples like the learner did with
+    the same weights.
 
-    The second text is scored only if the first one differs and the engine has what was published: two experts whose
-    scores are equal up to rounding make one text differ, and wrong weights both. Raises `ProbeFailed` with what
-    differs.
+    The second text is scored only if the first one differs and the engine has what was published:
+    two experts whose scores are equal up to rounding make one text differ, and wrong weights both.
+    Raises `ProbeFailed` with what differs.
 
     Args:
         call: `call(method, *args)` calls the generator.
         tokens: Tokens of the probe's text.
-        scores: `[2, 2, T - 1]`: the learner's scores of `make_probe_pair(tokens)`, at temperature 1 and at the run's.
-        tolerance: Mean difference of log-probs at temperature 1 that passes (`resolve_probe_tolerance`).
+        scores: `[2, 2, T - 1]`: the learner's scores of `make_probe_pair(tokens)`, at temperature 1
+            and at the run's.
+        tolerance: Mean difference of log-probs at temperature 1 that passes
+            (`resolve_probe_tolerance`).
         events: A structlog logger.
     """
-    if stale := await call("count_stale_cached_tokens", tokens):
+    stale = await call("count_stale_cached_tokens", tokens)
+    if stale:
         raise ProbeFailed(
-            f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
-            "weights made. Do not train on this engine."
+            f"{generator}: a new request under version {version} took {stale} positions from a "
+            "prefix cache that older weights made. Do not train on this engine."
         )
     examine = (
-        f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when the run has ended."
+        f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when "
+        "the run has ended."
     )
     temperature = config.episode.temperature
-    texts = [(text.tolist(), learner) for text, learner in zip(make_probe_pair(tokens), scores, strict=True)]
+    texts = [
+        (text.tolist(), learner)
+        for text, learner in zip(make_probe_pair(tokens), scores, strict=True)
+    ]
 
     async def scored(text: list[int], learner: np.ndarray) -> ProbeResult:
         return compare_probe(text, learner[0], await call("score_tokens", text), tolerance)
 
     async def sampled(text: list[int], learner: np.ndarray) -> ProbeResult:
-        return compare_sampled_probe(await call("sample_probe", text), learner, temperature, tolerance)
+        return compare_sampled_probe(
+            await call("sample_probe", text), learner, temperature, tolerance
+        )
 
     def not_the_learners(result: ProbeResult) -> str:
-        return f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe_scored()}"
+        return (
+            f"version {version} of the weights in {generator} does not answer like the learner's: "
+            f"{result.describe_scored()}"
+        )
 
     def not_the_samples(result: ProbeResult) -> str:
-        reports = f"{generator} under version {version} reports other log-probs than it samples with"
+        reports = (
+            f"{generator} under version {version} reports other log-probs than it samples with"
+        )
         return f"{reports}: {result.describe_sampled(temperature)}"
 
-    for event, compared, problem in (("probe", scored, not_the_learners), ("probe_sampled", sampled, not_the_samples)):
+    for event, compared, problem in (
+        ("probe", scored, not_the_learners),
+        ("probe_sampled", sampled, not_the_samples),
+    ):
         result = await compared(*texts[0])
         facts = {"generator": generator, "version": version} | msgspec.structs.asdict(result)
         events.info(event, **facts)
@@ -84,7 +102,8 @@ async def probe_generator(
 
 
 async def _describe_differences(ask: Callable[..., Awaitable[Any]]) -> tuple[bool, str]:
-    """Return whether an engine lacks published tensors, or may lack some, and which they are, in words."""
+    """Return whether an engine lacks published tensors, or may lack some, and which
+    they are, in words."""
     try:
         found = await ask("find_weight_differences")
     except Exception as error:

@@ -1,10 +1,10 @@
-"""The learner actor: it receives trajectories, trains on complete groups in lease order or within a window, and
-publishes weights.
+"""The learner actor: it receives trajectories, trains on complete groups in lease order or within a
+window, and publishes weights.
 
 `LearnerActor.train_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
-(transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a step ahead; a `Trainer`
-(learner/trainer.py) makes it on all ranks; a `VersionWriter` (delivery.py) and a `CheckpointWriter`
-(checkpoint/writer.py) write what it made.
+(transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a
+step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionWriter` (delivery.py)
+and a `CheckpointWriter` (checkpoint/writer.py) write what it made.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ LEARNER_CLOSE_SECONDS = 5.0
 class StepCounts:
     """The progress of a run, as the learner counts it.
 
-    A step without an update (nothing to train, a gradient that is not finite) counts too: slots are freed by it, and
-    generators see time pass.
+    A step without an update (nothing to train, a gradient that is not finite) counts too: slots are
+    freed by it, and generators see time pass.
 
     Attributes:
         steps: Steps made.
@@ -86,7 +86,8 @@ class StepCounts:
 
 @dataclass
 class LearnerModel:
-    """The parts that `LearnerActor.start` loads. `buffer` holds the groups that the run has not trained."""
+    """The parts that `LearnerActor.start` loads. `buffer` holds the groups that the run
+    has not trained."""
 
     ranks: LocalRank | RemoteRanks
     cost: CostModel
@@ -134,7 +135,8 @@ class TrainStepResult(msgspec.Struct, frozen=True):
 
 
 class LearnerStatus(msgspec.Struct):
-    """The status that the learner reports to `StallMonitor`. The defaults stand for a learner that has not answered yet.
+    """The status that the learner reports to `StallMonitor`. The defaults stand for a learner that
+    has not answered yet.
 
     Attributes:
         pid: Process id of the learner, on the host `host`.
@@ -161,12 +163,13 @@ class LearnerStatus(msgspec.Struct):
 
 
 class LearnerActor:
-    """The actor that receives and trains. It serves the conductor, which calls `start` and `start_listening`, in that
-    order, before anything else.
+    """The actor that receives and trains. It serves the conductor, which calls `start` and
+    `start_listening`, in that order, before anything else.
 
-    The event loop receives. All torch work runs in one thread of its own, and always in the same one: Megatron keeps
-    state per process, and torch keeps grad mode and function modes per thread. New weights are only copied there;
-    another thread writes the copy while the next step runs, and a third one packs the step after that.
+    The event loop receives. All torch work runs in one thread of its own, and always in the same
+    one: Megatron keeps state per process, and torch keeps grad mode and function modes per thread.
+    New weights are only copied there; another thread writes the copy while the next step runs, and
+    a third one packs the step after that.
     """
 
     inbox_class: type[TrajectoryInbox] = TrajectoryInbox
@@ -189,48 +192,64 @@ class LearnerActor:
             config: The configuration as the user set it, which checkpoints record.
             rank_placements: Placements of the ranks, if they are actors of their own.
             resume_path: Path of the checkpoint that a resumed run begins from.
-            transport_host: Value of an unset `transport.host` that follows from the run's hosts; empty: the address
-                by which other hosts reach this one.
+            transport_host: Value of an unset `transport.host` that follows from the run's hosts;
+                empty: the address by which other hosts reach this one.
         """
-        self.world, self._lock = world, prepare_process(world, Path(run_dir), "learner")
+        self.world = world
+        self._lock = prepare_process(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
-        self.run_id, self.model_path, self.run_dir, self.lineage = run_id, Path(model_path), Path(run_dir), lineage
-        self._rank_placements, self._resume_path = rank_placements, Path(resume_path) if resume_path else None
-        self._transport_host, self._config_as_set = transport_host, self.config
+        self.run_id = run_id
+        self.model_path = Path(model_path)
+        self.run_dir = Path(run_dir)
+        self.lineage = lineage
+        self._rank_placements = rank_placements
+        self._resume_path = Path(resume_path) if resume_path else None
+        self._transport_host = transport_host
+        self._config_as_set = self.config
         self.events = open_event_log(self.run_dir, "learner", world=world)
-        self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
-        self._lag_meter, self._stage_seconds = LagMeter(world.processes), StageTimer("learner", world.processes)
-        self._torch_lane, self._writer_lane = world.threads.new_worker("torch"), world.threads.new_worker("writer")
+        self._timeline = Timeline(
+            self.run_dir, "learner", enabled=self.config.observe.timeline, world=world
+        )
+        self._lag_meter = LagMeter(world.processes)
+        self._stage_seconds = StageTimer("learner", world.processes)
+        self._torch_lane = world.threads.new_worker("torch")
+        self._writer_lane = world.threads.new_worker("writer")
         self._packer_lane = world.threads.new_worker("prepare")
-        self._recorder = StepRecorder(self.run_dir, self.config, lineage, self.events.warning, world=world)
+        self._recorder = StepRecorder(
+            self.run_dir, self.config, lineage, self.events.warning, world=world
+        )
         self._trained_file = AppendFile(self.run_dir / TRAINED_FILE, world=world)
         self._write_sizes = read_write_sizes(self.config, self.model_path, files=world.files)
         self._env_labels = [each.label for each in resolve_envs(self.config)]
         self._wait_interrupted = asyncio.Event()
         self._activity = "between steps"
         self._last_step_end = self._read_clocks()
-        """Time at which the last step had ended (monotonic seconds), and the processor time of this process until
-        then."""
+        """Time at which the last step had ended (monotonic seconds), and the processor time of this
+        process until then."""
         self._loaded: LearnerModel | None = None
         self._components: LearnerComponents | None = None
 
     @property
     def model(self) -> LearnerModel:
         if self._loaded is None:
-            raise ActorNotLoaded(f"the learner, process {self.world.processes.pid}, has not loaded its model")
+            raise ActorNotLoaded(
+                f"the learner, process {self.world.processes.pid}, has not loaded its model"
+            )
         return self._loaded
 
     @property
     def components(self) -> LearnerComponents:
         if self._components is None:
-            raise ActorNotLoaded(f"the learner, process {self.world.processes.pid}, does not listen yet")
+            raise ActorNotLoaded(
+                f"the learner, process {self.world.processes.pid}, does not listen yet"
+            )
         return self._components
 
-    # -- start and stop --------------------------------------------------------------------------------------------
+    # -- start and stop ----------------------------------------------------------------------------
 
     async def start(self) -> dict[str, Any]:
-        """Load the model, and the checkpoint if the run is resumed. Returns the process's pid and host, and what the
-        conductor has to know; for `written` see `read_write_sizes`."""
+        """Load the model, and the checkpoint if the run is resumed. Returns the process's pid and
+        host, and what the conductor has to know; for `written` see `read_write_sizes`."""
         self._lag_meter.start()
         self.config = with_reachable_host(self.config, self.world, self._transport_host)
         self._loaded = model = await self._torch_lane.run(self._load_model)
@@ -253,15 +272,28 @@ class LearnerActor:
         }
 
     def _load_model(self) -> LearnerModel:
-        path, schedule = self.model_path, self.config.schedule
-        cost = build_cost_model(decode_python_json(read_file(path / "config.json", files=self.world.files)))
-        backend = load_learner(self.config, path, self.run_dir, self._rank_placements, self.world, self.events.warning)
+        path = self.model_path
+        schedule = self.config.schedule
+        cost = build_cost_model(
+            decode_python_json(read_file(path / "config.json", files=self.world.files))
+        )
+        backend = load_learner(
+            self.config, path, self.run_dir, self._rank_placements, self.world, self.events.warning
+        )
         if self._resume_path is None:
-            return LearnerModel(backend, cost, StepCounts(), GroupBuffer(schedule.group_size, schedule.window))
-        state = open_checkpoint(self._resume_path, check_tensors=False, files=self.world.files).state
+            return LearnerModel(
+                backend, cost, StepCounts(), GroupBuffer(schedule.group_size, schedule.window)
+            )
+        state = open_checkpoint(
+            self._resume_path, check_tensors=False, files=self.world.files
+        ).state
         backend.restore_checkpoint(self._resume_path)
-        buffer = GroupBuffer(schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond)
-        return LearnerModel(backend, cost, StepCounts(state.steps, state.version, state.since_publication), buffer)
+        buffer = GroupBuffer(
+            schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond
+        )
+        return LearnerModel(
+            backend, cost, StepCounts(state.steps, state.version, state.since_publication), buffer
+        )
 
     async def start_listening(
         self, routing: dict[str, int] | None, transport: str, probe_tokens: list[int] | None = None
@@ -273,10 +305,12 @@ class LearnerActor:
             transport: Transport of the weights; see `weight_transport.build_weight_sender`.
             probe_tokens: Tokens of the probe's text.
 
-        Returns the endpoint, the keys that allow generators to send there, and the newest group of which a trajectory
-        is here (-1: none).
+        Returns the endpoint, the keys that allow generators to send there, and the newest group of
+        which a trajectory is here (-1: none).
         """
-        model, config, world = self.model, self.config, self.world
+        model = self.model
+        config = self.config
+        world = self.world
         inbox = self.inbox_class(
             world,
             self.run_id,
@@ -294,7 +328,12 @@ class LearnerActor:
         tracer = RouteFileTracer(self.run_dir, config, self.events.warning, world=world)
         trainer = Trainer(config, model.cost, model.ranks, tracer, self.events, inbox.make_stand_in)
         checkpoints = CheckpointWriter(
-            self._config_as_set, self.run_id, self.model_path, self.run_dir, self.events, world=world
+            self._config_as_set,
+            self.run_id,
+            self.model_path,
+            self.run_dir,
+            self.events,
+            world=world,
         )
         await checkpoints.take_fingerprint()
         version_writer = VersionWriter(
@@ -308,7 +347,9 @@ class LearnerActor:
             probe_tokens=None if probe_tokens is None else np.asarray(probe_tokens, np.int32),
             write_seconds=config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
             server=build_weight_server(config, transport, inbox.keys, world),
-            remote_ranks=model.ranks if isinstance(model.ranks, RemoteRanks) and not model.ranks.is_one_host else None,
+            remote_ranks=model.ranks
+            if isinstance(model.ranks, RemoteRanks) and not model.ranks.is_one_host
+            else None,
             report_event=self.events.warning,
         )
         await version_writer.disk_wait.run_with_retries(
@@ -323,7 +364,11 @@ class LearnerActor:
         self._components = LearnerComponents(inbox, trainer, next_step, checkpoints, version_writer)
         endpoint = await inbox.start()
         self._last_step_end, _ = self._read_clocks(), self._stage_seconds.read_increment()
-        return {"endpoint": endpoint, "keys": inbox.keys_for_generators, "newest_group": inbox.buffer.newest_group}
+        return {
+            "endpoint": endpoint,
+            "keys": inbox.keys_for_generators,
+            "newest_group": inbox.buffer.newest_group,
+        }
 
     def interrupt_wait(self) -> None:
         """Make a `train_step` that waits for groups return None."""
@@ -337,7 +382,8 @@ class LearnerActor:
         if self._components is not None:
             await self._components.inbox.close()
             await self._components.version_writer.close()
-        # Published files that a running step keeps from being removed now are removed when the next run starts.
+        # Published files that a running step keeps from being removed now are removed when the
+        # next run starts.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEARNER_CLOSE_SECONDS):
                 for lane in (self._recorder, self._writer_lane, self._packer_lane):
@@ -347,11 +393,12 @@ class LearnerActor:
                 await self._torch_lane.close()
         await self.world.record_flusher.finish_writes(LEARNER_CLOSE_SECONDS)
 
-    # -- status ----------------------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------
 
     def get_status(self) -> LearnerStatus:
         """Return the learner's status for `StallMonitor`. The call is cheap."""
-        inbox, writer = self.components.inbox, self.components.version_writer
+        inbox = self.components.inbox
+        writer = self.components.version_writer
         return LearnerStatus(
             **describe_process(self.world),
             doing=self._activity,
@@ -365,8 +412,8 @@ class LearnerActor:
         )
 
     async def dump_stacks(self, reason: str) -> str:
-        """Write the stacks of this process to `stacks/learner.txt` and return the path. Its ranks write theirs to their
-        logs."""
+        """Write the stacks of this process to `stacks/learner.txt` and return the path. Its ranks
+        write theirs to their logs."""
         processes = self.world.processes
         for pid, host in self._loaded.ranks.processes if self._loaded else ():
             processes.request_stack_dump(pid, host)
@@ -380,43 +427,62 @@ class LearnerActor:
         """Return the task seeds, by group, of the groups of which a trajectory is here."""
         return self.components.inbox.buffer.list_task_seeds()
 
-    # -- steps -----------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
-    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> TrainStepResult | None:
-        """Wait for the next groups, train one step on them, and copy the new weights when a version is due.
+    async def train_step(
+        self, is_last: bool = False, with_probe_scores: bool = False
+    ) -> TrainStepResult | None:
+        """Wait for the next groups, train one step on them, and copy the new weights when
+        a version is due.
 
         Args:
             is_last: This is the last step, which makes a version in any case.
             with_probe_scores: The new weights score the probe's text.
 
-        Returns None if interrupted while waiting. The wait has no time limit here: `StallMonitor` (`actors/stalls.py`)
-        judges it. Raises `StalenessError`, without training, if a token is older than the schedule allows.
+        Returns None if interrupted while waiting. The wait has no time limit here: `StallMonitor`
+        (`actors/stalls.py`) judges it. Raises `StalenessError`, without training, if a token is
+        older than the schedule allows.
         """
-        clock, counts, inbox = self.world.clock.monotonic, self.model.counts, self.components.inbox
-        self._activity, waited_from = "waiting", clock()
+        clock = self.world.clock.monotonic
+        counts = self.model.counts
+        inbox = self.components.inbox
+        waited_from = clock()
+        self._activity = "waiting"
         try:
             with stage("steps"):
-                # Wait until the groups of this step are complete, in lease order or within the window.
+                # Wait until the groups of this step are complete, in lease order or
+                # within the window.
                 with self._timeline.measure_span("wait", step=counts.steps + 1):
-                    indices = await inbox.wait_for_groups(counts.since_publication, self._wait_interrupted)
+                    indices = await inbox.wait_for_groups(
+                        counts.since_publication, self._wait_interrupted
+                    )
                 # Only an interrupted wait returns no groups: a stop was requested.
                 if not indices:
                     return None
                 step_from = clock()
-                # From here on the step has a time limit, and the probe's text cannot be scored with this version any more.
-                self._activity, number, version = "training", counts.steps + 1, counts.version
-                # Consume the groups: no later step, and no resume from a later checkpoint, trains them again.
+                # From here on the step has a time limit, and the probe's text cannot be scored with
+                # this version any more.
+                self._activity = "training"
+                number = counts.steps + 1
+                version = counts.version
+                # Consume the groups: no later step, and no resume from a later checkpoint,
+                # trains them again.
                 taken, _ = inbox.buffer.take_groups(indices)
                 # Refuse to train beyond the bound on staleness.
                 check_staleness(taken, version, inbox.staleness_bound)
                 # Measure ages before the step, against the weights that it starts from.
-                now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
-                metrics = compute_staleness_metrics(taken, version, inbox.staleness_bound, now, oldest)
-                # K steps (`schedule.steps_per_publication`) make a version; the last step makes one in any case.
+                now = self.world.clock.time()
+                oldest = self.config.schedule.max_token_age
+                metrics = compute_staleness_metrics(
+                    taken, version, inbox.staleness_bound, now, oldest
+                )
+                # K steps (`schedule.steps_per_publication`) make a version; the last step makes
+                # one in any case.
                 steps, consumed = counts.since_publication
                 since = steps + 1, consumed + len(indices)
                 due = is_last or since[0] == self.config.schedule.steps_per_publication
-                # Train; meanwhile the next step is prepared, for which the counts begin anew if a version is due.
+                # Train; meanwhile the next step is prepared, for which the counts begin anew if
+                # a version is due.
                 trained = await self._train_groups(number, indices, taken, (0, 0) if due else since)
                 groups = trained.groups
                 # Write what was trained beside the next step, if steps are recorded.
@@ -425,10 +491,17 @@ class LearnerActor:
                 await inbox.quarantine_rejected(trained.rejected, groups)
                 trained_at = clock()
                 # Count the step whether or not it made an update: slots are freed by it.
-                counts.steps, counts.since_publication = number, since
-                # A step with zero variance is not a fault; any other that made no update is reported.
-                if trained.metrics["optimizer/skipped"] and not trained.metrics["optimizer/zero_variance"]:
-                    self.events.warning("step_skipped", step=number, grad_norm=trained.metrics["grad_norm"])
+                counts.steps = number
+                counts.since_publication = since
+                # A step with zero variance is not a fault; any other that made no
+                # update is reported.
+                if (
+                    trained.metrics["optimizer/skipped"]
+                    and not trained.metrics["optimizer/zero_variance"]
+                ):
+                    self.events.warning(
+                        "step_skipped", step=number, grad_norm=trained.metrics["grad_norm"]
+                    )
                 # The groups are trained: the receiver can forget their ids and free their memory.
                 inbox.release_trained(indices)
                 # Record which trajectories the step trained, and from which version of the weights.
@@ -437,33 +510,50 @@ class LearnerActor:
                 # Nothing that arrives from here on is trained, whatever its age.
                 if is_last:
                     inbox.finish_training()
-                # Copy the weights before the next step changes them; the copy is written beside that step.
+                # Copy the weights before the next step changes them; the copy is written
+                # beside that step.
                 if due:
-                    counts.version, counts.since_publication = version + 1, (0, 0)
-                    with self._timeline.measure_span("snapshot", step=number, version=counts.version):
+                    counts.version = version + 1
+                    counts.since_publication = (0, 0)
+                    with self._timeline.measure_span(
+                        "snapshot", step=number, version=counts.version
+                    ):
                         writer = self.components.version_writer
-                        await writer.copy_weights(counts.version, with_probe_scores=with_probe_scores)
-                metrics = self._complete_metrics(metrics, trained, waited_from, step_from, trained_at)
-                # With this the conductor frees slots, records the step and has a new version written.
+                        await writer.copy_weights(
+                            counts.version, with_probe_scores=with_probe_scores
+                        )
+                metrics = self._complete_metrics(
+                    metrics, trained, waited_from, step_from, trained_at
+                )
+                # With this the conductor frees slots, records the step and has a new
+                # version written.
                 return TrainStepResult(
                     metrics=metrics,
                     version=version + 1,
                     has_new_weights=due,
                     groups=indices,
                     scores=score_groups(groups),
-                    previews=select_previews([t for group in groups for t in group], self._env_labels),
+                    previews=select_previews(
+                        [t for group in groups for t in group], self._env_labels
+                    ),
                 )
         finally:
             self._activity = "between steps"
 
     async def _train_groups(
-        self, number: int, indices: list[int], taken: list[list[Trajectory]], next_since: tuple[int, int]
+        self,
+        number: int,
+        indices: list[int],
+        taken: list[list[Trajectory]],
+        next_since: tuple[int, int],
     ) -> StepOutcome:
-        """Train the groups that step `number` took from the buffer, and meanwhile prepare the next step.
+        """Train the groups that step `number` took from the buffer, and meanwhile
+        prepare the next step.
 
         `next_since` is the value of `StepCounts.since_publication` that the next step begins with.
         """
-        next_step, trainer = self.components.next_step, self.components.trainer
+        next_step = self.components.next_step
+        trainer = self.components.trainer
         with self._timeline.measure_span("train", step=number):
             # Use what was prepared during the step before, if it was prepared for these groups.
             prepared = await next_step.get_result(indices, taken)
@@ -471,21 +561,30 @@ class LearnerActor:
             looking = asyncio.create_task(next_step.prefetch(next_since, self._wait_interrupted))
             try:
                 # All torch work runs in this one thread, so the event loop goes on receiving.
-                return await self._torch_lane.run(trainer.train_step, number, self.model.counts.version, prepared)
+                return await self._torch_lane.run(
+                    trainer.train_step, number, self.model.counts.version, prepared
+                )
             finally:
                 # The next step waits for its groups itself; a preparation that has begun goes on.
                 looking.cancel()
 
     def _complete_metrics(
-        self, ages: dict[str, float], trained: StepOutcome, waited_from: float, step_from: float, trained_at: float
+        self,
+        ages: dict[str, float],
+        trained: StepOutcome,
+        waited_from: float,
+        step_from: float,
+        trained_at: float,
     ) -> dict[str, float]:
         """Return the metrics of a step, from the trajectories as they were trained.
 
-        Times are readings of the monotonic clock. A step lasts from the end of the one before, so that the time between
-        steps is counted, too.
+        Times are readings of the monotonic clock. A step lasts from the end of the one before, so
+        that the time between steps is counted, too.
         """
-        trajectories, work = [t for group in trained.groups for t in group], self.components
-        (before, spent), (ended, spent_now) = self._last_step_end, self._read_clocks()
+        trajectories = [t for group in trained.groups for t in group]
+        work = self.components
+        before, spent = self._last_step_end
+        ended, spent_now = self._read_clocks()
         self._last_step_end = ended, spent_now
         return {
             **trained.metrics,
@@ -494,7 +593,10 @@ class LearnerActor:
             **compute_environment_metrics(trajectories, self._env_labels),
             **work.inbox.collect_metrics(),
             **work.version_writer.collect_metrics(),
-            **{f"lag/learner_{name}": value for name, value in self._lag_meter.collect_metrics().items()},
+            **{
+                f"lag/learner_{name}": value
+                for name, value in self._lag_meter.collect_metrics().items()
+            },
             **self._stage_seconds.read_increment(),
             "cpu/learner_seconds": spent_now - spent,
             "learner/rank_restarts": self.model.ranks.restarts,
@@ -511,24 +613,31 @@ class LearnerActor:
     def _read_clocks(self) -> tuple[float, float]:
         return self.world.clock.monotonic(), self.world.processes.cpu_seconds()
 
-    # -- weights and checkpoints -----------------------------------------------------------------------------------
+    # -- weights and checkpoints -------------------------------------------------------------------
 
     async def publish_version(self) -> Published:
-        """Copy and write the current weights; see `VersionWriter.copy_weights` and `write_version`."""
-        await self.components.version_writer.copy_weights(self.model.counts.version, with_probe_scores=True)
+        """Copy and write the current weights; see `VersionWriter.copy_weights` and
+        `write_version`."""
+        await self.components.version_writer.copy_weights(
+            self.model.counts.version, with_probe_scores=True
+        )
         return await self.write_version()
 
     async def score_probe(self, version: int) -> np.ndarray | None:
-        """Return the scores that `version` gives the probe's text, see `Published.scores`; None once a step has begun
-        to train on from it."""
+        """Return the scores that `version` gives the probe's text, see `Published.scores`; None
+        once a step has begun to train on from it."""
         counts = self.model.counts
-        if self._activity == "training" or counts.version != version or counts.since_publication != (0, 0):
+        if (
+            self._activity == "training"
+            or counts.version != version
+            or counts.since_publication != (0, 0)
+        ):
             return None
         return await self.components.version_writer.score_probe()
 
     async def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
-        """Write the weights that were copied last to where engines find them, beside whatever else the learner does.
-        Versions in `versions_in_use`, which engines are reading, stay."""
+        """Write the weights that were copied last to where engines find them, beside whatever else
+        the learner does. Versions in `versions_in_use`, which engines are reading, stay."""
         return await self.components.version_writer.write_version(versions_in_use)
 
     async def save_failed_version(self, manifest: WeightManifest) -> None:
@@ -539,8 +648,8 @@ class LearnerActor:
         )
 
     async def save_model(self, directory: str) -> int:
-        """Export the current weights as a Hugging Face model directory, if at least one update made them. Returns the
-        number of updates."""
+        """Export the current weights as a Hugging Face model directory, if at least one update made
+        them. Returns the number of updates."""
         backend = self.model.ranks
         updates = await self._torch_lane.run(backend.count_updates)
         if updates:
@@ -548,13 +657,17 @@ class LearnerActor:
         return updates
 
     async def begin_checkpoint(self, conductor: ConductorState) -> float:
-        """Copy the state as it is between two steps, wait until these are recorded, and begin to write the checkpoint.
+        """Copy the state as it is between two steps, wait until these are recorded, and begin to
+        write the checkpoint.
 
         Returns how long the next step had to wait for that, in seconds. For what it raises, see
         `CheckpointWriter.save_checkpoint`.
         """
-        clock, counts, work = self.world.clock.monotonic, self.model.counts, self.components
-        began, taken = clock(), work.inbox.buffer.consumed
+        clock = self.world.clock.monotonic
+        counts = self.model.counts
+        work = self.components
+        began = clock()
+        taken = work.inbox.buffer.consumed
         state = TrainingState(
             **msgspec.structs.asdict(conductor),
             steps=counts.steps,
@@ -566,13 +679,18 @@ class LearnerActor:
         )
         backend, commit = self.model.ranks, work.inbox.prepare_commit()
         await self._recorder.wait_written()
-        state = await state.with_record_positions(self.run_dir, LEARNER_RECORD_FILES, keeper=self.world.record_flusher)
+        state = await state.with_record_positions(
+            self.run_dir, LEARNER_RECORD_FILES, keeper=self.world.record_flusher
+        )
         await work.checkpoints.save_checkpoint(
-            state, lambda: self._torch_lane.run(backend.stage_checkpoint), backend.write_checkpoint, commit
+            state,
+            lambda: self._torch_lane.run(backend.stage_checkpoint),
+            backend.write_checkpoint,
+            commit,
         )
         return clock() - began
 
     async def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Raises `CheckpointError` if the last one
-        failed."""
+        """Wait until the checkpoint that is being written is complete. Raises `CheckpointError` if
+        the last one failed."""
         await self.components.checkpoints.wait_until_written()

@@ -36,15 +36,17 @@ ENGINE_POLL_SECONDS = 1.0
 
 
 class VersionGate:
-    """A wrapper of `engine` whose requests for a group wait until the engine has the weights that the group's lease
-    names (`GroupLease.version`). All attributes but `generate` are those of the engine. `woken` is set when the engine
-    is lost."""
+    """A wrapper of `engine` whose requests for a group wait until the engine has the weights that
+    the group's lease names (`GroupLease.version`). All attributes but `generate` are those of the
+    engine. `woken` is set when the engine is lost."""
 
     def __init__(self, engine: Engine, woken: asyncio.Event):
-        self._engine, self._woken = engine, woken
+        self._engine = engine
+        self._woken = woken
         self._loss: EngineLostError | None = None
         self._required_versions: dict[int, int] = {}
-        """Required version by group, for groups that were leased before the engine had that version."""
+        """Required version by group, for groups that were leased before the engine
+        had that version."""
         self._released = asyncio.Event()
         self.waiting = 0
         """Number of requests that wait."""
@@ -60,11 +62,14 @@ class VersionGate:
             )
 
     def release_ready(self) -> None:
-        """Release the requests whose version the engine has by now. Call this when the engine may have new weights."""
+        """Release the requests whose version the engine has by now. Call this when the engine may
+        have new weights."""
         version = self._engine.version
         if any(needed <= version for needed in self._required_versions.values()):
             self._required_versions = {
-                group: needed for group, needed in self._required_versions.items() if needed > version
+                group: needed
+                for group, needed in self._required_versions.items()
+                if needed > version
             }
             self._released.set()
             self._released = asyncio.Event()
@@ -75,7 +80,8 @@ class VersionGate:
             raise self._loss
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Call `Engine.generate` once the engine has the version that the request's group requires."""
+        """Call `Engine.generate` once the engine has the version that the
+        request's group requires."""
         which = parse_episode_id(request.request_id) if self._required_versions else None
         self.waiting += 1
         try:
@@ -92,15 +98,16 @@ class VersionGate:
 
 
 class LeaseClient:
-    """A generator's end of leasing: its calls to the conductor (`LeaseCall`). `GeneratorActor.run` is the loop that makes
-    them.
+    """A generator's end of leasing: its calls to the conductor (`LeaseCall`). `GeneratorActor.run`
+    is the loop that makes them.
 
-    A call is due when a group fits and no other call waits for one, and as a heartbeat. A lease for weights that the
-    engine does not have yet is played up to its first call of the `engine`.
+    A call is due when a group fits and no other call waits for one, and as a heartbeat. A lease for
+    weights that the engine does not have yet is played up to its first call of the `engine`.
 
     Args:
         process: Pid and host of this process.
-        woken: Event that wakes the generator's loop: an answer has come, an episode is over, the engine has new weights.
+        woken: Event that wakes the generator's loop: an answer has come, an episode is over, the
+            engine has new weights.
     """
 
     def __init__(
@@ -114,25 +121,35 @@ class LeaseClient:
         conductor: ActorRef,
         woken: asyncio.Event,
     ):
-        settings, schedule = config.generator, config.schedule
-        self._clock, self._engine, self._woken = clock, engine, woken
-        self._generator_id, self._process, self._conductor = generator_id, process, conductor
-        self._schedule, self._silence_seconds = schedule, config.supervise.silence_seconds
+        settings = config.generator
+        schedule = config.schedule
+        self._clock = clock
+        self._engine = engine
+        self._woken = woken
+        self._generator_id = generator_id
+        self._process = process
+        self._conductor = conductor
+        self._schedule = schedule
+        self._silence_seconds = config.supervise.silence_seconds
         self._set_fleet_size(settings.count)
         self._lease_size = schedule.group_size if schedule.split == "idle" else 1
-        self._concurrency = ConcurrencyLimiter(settings.concurrency_min, settings.concurrency, clock)
+        self._concurrency = ConcurrencyLimiter(
+            settings.concurrency_min, settings.concurrency, clock
+        )
         self._idle_counter = IdleTimeCounter(clock)
         self.open_calls: dict[asyncio.Task[LeaseAnswer], int] = {}
-        """Calls that are not answered yet, with the number of episodes that each requests. When a later call overtakes
-        one, it is answered at once."""
+        """Calls that are not answered yet, with the number of episodes that each requests. When a
+        later call overtakes one, it is answered at once."""
         self.playing_count = 0
-        """Number of episodes that the generator plays, from their lease on. One that waits to be sent has ended."""
+        """Number of episodes that the generator plays, from their lease on. One that waits to
+        be sent has ended."""
         self.has_more = True
         """False if the conductor has answered that nothing will be left to lease."""
         self._last_call_at = -math.inf
 
     def _set_fleet_size(self, fleet: int) -> None:
-        """Set the intervals and the useful concurrency that follow from the number of generators."""
+        """Set the intervals and the useful concurrency that follow from the
+        number of generators."""
         self._fleet_size = fleet
         heartbeat = max(HEARTBEAT_SECONDS, fleet / FLEET_HEARTBEATS_PER_SECOND)
         self._heartbeat_seconds = min(heartbeat, self._silence_seconds / 4)
@@ -146,7 +163,8 @@ class LeaseClient:
 
     @property
     def _min_free_episodes(self) -> int:
-        """The number of free places that makes a call worthwhile: a group is leased whole if it can ever fit."""
+        """The number of free places that makes a call worthwhile: a group is leased whole if
+        it can ever fit."""
         return self._lease_size if self._lease_size <= self._concurrency.limit else 1
 
     @property
@@ -165,15 +183,19 @@ class LeaseClient:
         """True if the conductor should be called now: a group fits, or a heartbeat is due."""
         return self._clock() >= self._next_call_at
 
-    def begin_call(self, load: Mapping[str, float], ended: list[EpisodeEnd], events: Sequence[bytes]) -> None:
-        """Call the conductor for as many episodes as could start now. The call is in `open_calls` until it is answered.
+    def begin_call(
+        self, load: Mapping[str, float], ended: list[EpisodeEnd], events: Sequence[bytes]
+    ) -> None:
+        """Call the conductor for as many episodes as could start now. The call is in `open_calls`
+        until it is answered.
 
         Args:
             load: Statistics of the generator, to which those of the engine are added.
             ended: Ends of episodes since the last call.
             events: Lines of the event log that the conductor has to write.
         """
-        free, self._last_call_at = self._free_episodes, self._clock()
+        free = self._free_episodes
+        self._last_call_at = self._clock()
         calling = asyncio.create_task(self._call_conductor(free, load, ended, events))
         calling.add_done_callback(lambda _: self._woken.set())
         self.open_calls[calling] = free
@@ -202,14 +224,15 @@ class LeaseClient:
         return decode_msgpack(answer, LeaseAnswer)
 
     def _observe_engine(self) -> dict[str, float]:
-        """Read the engine's statistics and adapt the limit of concurrent episodes to them. Returns the statistics."""
+        """Read the engine's statistics and adapt the limit of concurrent episodes to them.
+        Returns the statistics."""
         stats = self._engine.collect_stats()
         self._concurrency.update_limit(stats, self.playing_count)
         return stats
 
     async def wait_for_change(self) -> None:
-        """Wait until something has happened, or the next look at the engine or the next call is due. Counts idle
-        time."""
+        """Wait until something has happened, or the next look at the engine or the next call is
+        due. Counts idle time."""
         places = min(self._concurrency.limit, self._useful_concurrency)
         held = self._engine.waiting
         empty = max(0, places - self.playing_count + held) if self._is_waiting or held else 0

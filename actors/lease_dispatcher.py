@@ -24,16 +24,28 @@ class _WaitingCall:
 
 
 class LeaseDispatcher:
-    """The conductor's end of leasing. Lives on its event loop. After `stop_requested` nothing is leased."""
+    """The conductor's end of leasing. Lives on its event loop. After `stop_requested`
+    nothing is leased."""
 
-    def __init__(self, admission: AdmissionController, fleet: Fleet, learner: ActorRef, stop_requested: asyncio.Event):
-        self.admission, self._fleet, self._learner, self._stop_requested = admission, fleet, learner, stop_requested
+    def __init__(
+        self,
+        admission: AdmissionController,
+        fleet: Fleet,
+        learner: ActorRef,
+        stop_requested: asyncio.Event,
+    ):
+        self.admission = admission
+        self._fleet = fleet
+        self._learner = learner
+        self._stop_requested = stop_requested
         self.load_reports: dict[str, dict[str, float]] = {}
-        """Statistics that each generator reported last. `playing` includes what it was leased since."""
+        """Statistics that each generator reported last. `playing` includes what it
+        was leased since."""
         self.cpu_seconds = CounterGrowth()
         """Processor time that generators and their engines report."""
         self.stage_seconds = CounterGrowth()
-        """Processor time of generators by stage, and the wall time of their event loops, by metric."""
+        """Processor time of generators by stage, and the wall time of their event
+        loops, by metric."""
         self._waiting_calls: dict[str, _WaitingCall] = {}
         """Waiting calls, at most one of each generator, in the order in which they came."""
 
@@ -45,15 +57,24 @@ class LeaseDispatcher:
             self._serve_waiting()
 
     async def answer_call(self, call: LeaseCall) -> LeaseAnswer:
-        """Lease up to `call.free` episodes, or wait until there is one. A later call of the same generator ends an
-        earlier one, which is leased nothing because its answer may reach nobody."""
+        """Lease up to `call.free` episodes, or wait until there is one. A later call of
+        the same generator ends an earlier one, which is leased nothing because its answer
+        may reach nobody."""
         generator = self._fleet[call.generator_id]
         self._answer_waiting(call.generator_id)
         self._record_call(call)
         leases = self._lease_groups(generator, call.free) if self.admission.can_lease() else []
-        if not leases and call.free and call.wait > 0 and self._has_more and not generator.is_leaving:
+        if (
+            not leases
+            and call.free
+            and call.wait > 0
+            and self._has_more
+            and not generator.is_leaving
+        ):
             leases = await self._wait_for_leases(call)
-        return LeaseAnswer(leases, self._has_more and not generator.is_leaving, len(self._fleet.generators))
+        return LeaseAnswer(
+            leases, self._has_more and not generator.is_leaving, len(self._fleet.generators)
+        )
 
     def stop_leasing(self, generator_id: str) -> None:
         """Lease nothing more to a generator. If a call of it waits, it is answered at once."""
@@ -61,29 +82,36 @@ class LeaseDispatcher:
         self._answer_waiting(generator_id)
 
     async def find_missing(self, generator: FleetGenerator) -> dict[int, list[int]]:
-        """Return the episodes that the learner lacks, by group, of the groups that a generator was leased."""
+        """Return the episodes that the learner lacks, by group, of the groups that a
+        generator was leased."""
         groups = self.admission.list_leased_groups(generator.generator_id)
         missing: dict[int, list[int]] = await self._learner.call("missing_episodes", groups)
         return missing
 
-    def requeue_leases(self, generator: FleetGenerator, missing: Mapping[int, Sequence[int]]) -> list[int]:
-        """Take back the leases of a generator, less the episodes that the learner has (all but the `missing` ones).
-        Returns the groups that are leased again."""
-        again = self.admission.requeue_leases(generator.generator_id, lambda group: missing.get(group, []))
+    def requeue_leases(
+        self, generator: FleetGenerator, missing: Mapping[int, Sequence[int]]
+    ) -> list[int]:
+        """Take back the leases of a generator, less the episodes that the learner has (all but the
+        `missing` ones). Returns the groups that are leased again."""
+        again = self.admission.requeue_leases(
+            generator.generator_id, lambda group: missing.get(group, [])
+        )
         self._fleet.leases_due.set()
         return again
 
     async def requeue_lost(self, generator: FleetGenerator) -> list[int]:
-        """Forget a generator whose process has ended, and take back its leases. Returns the groups that are leased
-        again."""
+        """Forget a generator whose process has ended, and take back its leases. Returns the groups
+        that are leased again."""
         self.forget_generator(generator.generator_id)
         missing = await self.find_missing(generator)
-        generator.has_played |= any(len(episodes) < self.admission.group_size for episodes in missing.values())
+        generator.has_played |= any(
+            len(episodes) < self.admission.group_size for episodes in missing.values()
+        )
         return self.requeue_leases(generator, missing)
 
     def forget_generator(self, generator_id: str) -> None:
-        """Forget the call and the reports of a generator whose process has ended. They do not apply to its next
-        process."""
+        """Forget the call and the reports of a generator whose process has ended. They do not apply
+        to its next process."""
         self._answer_waiting(generator_id)
         self.load_reports.pop(generator_id, None)
         self._fleet.set_idle(generator_id, False)
@@ -93,7 +121,10 @@ class LeaseDispatcher:
         loads = self.load_reports.values()
         return {
             "generator/concurrency": sum(load["limit"] for load in loads),
-            **{f"lag/generator_{n}": max((x[f"lag_{n}"] for x in loads), default=0.0) for n in LagMeter.METRIC_NAMES},
+            **{
+                f"lag/generator_{n}": max((x[f"lag_{n}"] for x in loads), default=0.0)
+                for n in LagMeter.METRIC_NAMES
+            },
         }
 
     @property
@@ -102,7 +133,8 @@ class LeaseDispatcher:
         return not self._stop_requested.is_set() and not self.admission.is_exhausted
 
     def _record_call(self, call: LeaseCall) -> None:
-        name, self.load_reports[call.generator_id] = call.generator_id, call.stats
+        name = call.generator_id
+        self.load_reports[call.generator_id] = call.stats
         for counter, of in (("cpu_seconds", "generator"), ("engine_cpu_seconds", "engine")):
             self.cpu_seconds.add(f"{name} {of}", call.stats.get(counter, 0.0), of)
         for metric in (counter for counter in call.stats if "/" in counter):
@@ -110,7 +142,8 @@ class LeaseDispatcher:
         self._fleet.set_idle(name, not call.stats["playing"])
 
     async def _wait_for_leases(self, call: LeaseCall) -> list[GroupLease]:
-        loop, name = asyncio.get_running_loop(), call.generator_id
+        loop = asyncio.get_running_loop()
+        name = call.generator_id
         timer = loop.call_later(call.wait, self._answer_waiting, name)
         self._waiting_calls[name] = waiting = _WaitingCall(call.free, loop.create_future(), timer)
         return await waiting.answer
@@ -124,7 +157,8 @@ class LeaseDispatcher:
                 waiting.answer.set_result(list(leases))
 
     def _serve_waiting(self) -> None:
-        """Answer waiting calls in order, as far as there is something to lease, and all of them if nothing is left."""
+        """Answer waiting calls in order, as far as there is something to lease, and all of them if
+        nothing is left."""
         for name, waiting in list(self._waiting_calls.items()):
             if not self._has_more:
                 self._answer_waiting(name)
@@ -134,14 +168,18 @@ class LeaseDispatcher:
                 self._answer_waiting(name, leases)
 
     def _lease_groups(self, generator: FleetGenerator, free_episodes: int) -> list[GroupLease]:
-        """Lease a generator as much as there is for it, but only one share of a group that is divided among idle
-        generators."""
-        name, leases = generator.generator_id, list[GroupLease]()
+        """Lease a generator as much as there is for it, but only one share of a group that is
+        divided among idle generators."""
+        name = generator.generator_id
+        leases = list[GroupLease]()
         others = len(self._fleet.ready_ids) - (name in self._fleet.ready_ids)
         load = self.load_reports[name]
         while not self._stop_requested.is_set() and generator.can_lease:
             lease = self.admission.lease_group(
-                name, free_episodes=free_episodes, max_episodes=int(load["limit"]), idle_owners=1 + others
+                name,
+                free_episodes=free_episodes,
+                max_episodes=int(load["limit"]),
+                idle_owners=1 + others,
             )
             if lease is None:
                 break

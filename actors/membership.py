@@ -33,8 +33,8 @@ class _StartContext(NamedTuple):
 
 
 MAX_START_FAILURES = 2
-"""Number of times in a row that a generator may fail in the same way before it has played an episode: its next process
-would fail, too."""
+"""Number of times in a row that a generator may fail in the same way before it has played an
+episode: its next process would fail, too."""
 
 
 class GeneratorRestartsExhausted(RunFailed):
@@ -42,7 +42,8 @@ class GeneratorRestartsExhausted(RunFailed):
 
 
 class FleetMembership:
-    """The generators that play, are restarted, join and leave during the run. Lives on the conductor's event loop.
+    """The generators that play, are restarted, join and leave during the run. Lives on the
+    conductor's event loop.
 
     Args:
         events: A structlog logger.
@@ -58,8 +59,13 @@ class FleetMembership:
         dispatcher: LeaseDispatcher,
         stop_requested: asyncio.Event,
     ):
-        self._world, self._config, self._events, self._clock = world, config, events, world.clock.monotonic
-        self._fleet, self._dispatcher, self._stop_requested = fleet, dispatcher, stop_requested
+        self._world = world
+        self._config = config
+        self._events = events
+        self._clock = world.clock.monotonic
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._stop_requested = stop_requested
         self._start_context: _StartContext | None = None
         self._playing_begun = asyncio.Event()
         self.excluded_ids: list[str] = []
@@ -67,9 +73,14 @@ class FleetMembership:
         self._play_tasks: dict[str, asyncio.Task[None]] = {}
 
     def begin_membership(
-        self, installer: VersionInstaller, conductor: ActorRef, reference_report: Mapping[str, Any], hosts: set[str]
+        self,
+        installer: VersionInstaller,
+        conductor: ActorRef,
+        reference_report: Mapping[str, Any],
+        hosts: set[str],
     ) -> None:
-        """Note that the generators of the start have weights, and what a generator that joins later is checked against.
+        """Note that the generators of the start have weights, and what a generator that joins later
+        is checked against.
 
         Args:
             conductor: The conductor's own actor handle.
@@ -85,8 +96,10 @@ class FleetMembership:
         return self._start_context
 
     async def run(self) -> None:
-        """Keep all generators playing, until cancelled. Raises what one of them fails with, if that ends the run."""
-        # Start the generators that have their first weights; one that was lost meanwhile is restarted first.
+        """Keep all generators playing, until cancelled. Raises what one of them fails with, if
+        that ends the run."""
+        # Start the generators that have their first weights; one that was lost meanwhile is
+        # restarted first.
         for generator in self._fleet:
             self._start_playing(generator)
         self._playing_begun.set()  # from now on generators may join and leave
@@ -109,15 +122,20 @@ class FleetMembership:
             await asyncio.gather(*self._play_tasks.values(), return_exceptions=True)
 
     def _handle_ended(self, generator: FleetGenerator, ended: asyncio.Task[None]) -> None:
-        """Exclude a generator that was lost too often, if another one still plays, and restart one that is needed again
-        (`Fleet.request_restart`). Raises what it failed with, if that ends the run."""
+        """Exclude a generator that was lost too often, if another one still plays, and
+        restart one that is needed again (`Fleet.request_restart`). Raises what it failed
+        with, if that ends the run."""
         name = generator.generator_id
         try:
             ended.result()
         except GeneratorRestartsExhausted as error:
-            if not any(g is not generator and not g.is_finished and not g.is_leaving for g in self._fleet):
+            if not any(
+                g is not generator and not g.is_finished and not g.is_leaving for g in self._fleet
+            ):
                 raise
-            self._events.error("generator_excluded", generator=name, pid=generator.pid, error=str(error))
+            self._events.error(
+                "generator_excluded", generator=name, pid=generator.pid, error=str(error)
+            )
             self.excluded_ids.append(name)
             self._world.actors.kill_actor(generator.handle)
             self._drop_generator(generator)
@@ -133,12 +151,15 @@ class FleetMembership:
         self._play_tasks[generator.generator_id] = playing
 
     async def add_generator(self, generator_id: str, handle: ActorRef) -> str:
-        """Admit a process that was just started: have it load, install the current weights and be probed, then lease.
+        """Admit a process that was just started: have it load, install the current weights and be
+        probed, then lease.
 
-        Returns "" if it is a member now. Otherwise returns the reason, and it is no member. Waits until the run plays.
+        Returns "" if it is a member now. Otherwise returns the reason, and it is no member. Waits
+        until the run plays.
         """
         await self._playing_begun.wait()
-        before, start = self._clock(), self._context
+        before = self._clock()
+        start = self._context
         generator = self._fleet.add(generator_id, handle)
         try:
             info = await self._fleet.load_engine(generator)
@@ -149,7 +170,9 @@ class FleetMembership:
             raise
         except Exception as error:
             reason = str(error) or repr(error)
-            self._events.error("generator_refused", generator=generator_id, host=generator.process[1], error=reason)
+            self._events.error(
+                "generator_refused", generator=generator_id, host=generator.process[1], error=reason
+            )
             self._drop_generator(generator)
             return reason
         start.hosts.add(info["host"])
@@ -166,31 +189,41 @@ class FleetMembership:
         return ""
 
     def _check_compatible(self, report: Mapping[str, Any]) -> None:
-        """Check that a generator that joins has the tasks and routing of the others, and that weights reach it. Raises
-        `RunFailed` if it is not like the others, and `ValueError` if weights cannot reach its host."""
+        """Check that a generator that joins has the tasks and routing of the others, and that
+        weights reach it. Raises `RunFailed` if it is not like the others, and `ValueError` if
+        weights cannot reach its host."""
         start = self._context
         for what in ("tasks", "routing"):
             if report[what] != start.reference_report[what]:
                 raise RunFailed(
-                    f"it has other {what} than the rest of the fleet: {report[what]}, not {start.reference_report[what]}"
+                    f"it has other {what} than the rest of the fleet: {report[what]}, not "
+                    f"{start.reference_report[what]}"
                 )
-        check_can_join(self._config, start.installer.learner_address.weight_backend, start.hosts, report["host"])
+        check_can_join(
+            self._config,
+            start.installer.learner_address.weight_backend,
+            start.hosts,
+            report["host"],
+        )
 
     async def remove_generator(self, generator_id: str) -> None:
-        """Remove a generator: lease it nothing more, let it finish what it plays, for `supervise.leave_seconds` at
-        most, and end its engine. What it has not delivered by then is leased again. Waits until the run plays."""
+        """Remove a generator: lease it nothing more, let it finish what it plays, for
+        `supervise.leave_seconds` at most, and end its engine. What it has not delivered by then is
+        leased again. Waits until the run plays."""
         await self._playing_begun.wait()
         generator = self._fleet.generators.get(generator_id)
         if generator is None:
             return
-        before, playing = self._clock(), self._play_tasks.get(generator_id)
+        before = self._clock()
+        playing = self._play_tasks.get(generator_id)
         self._dispatcher.stop_leasing(generator_id)
         if playing is not None:
             await asyncio.wait([playing], timeout=self._config.supervise.leave_seconds)
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
         finished = generator.is_finished
-        self._fleet.mark_lost(generator)  # it gets no more weights, which a stopped engine would not install
+        # It gets no more weights, which a stopped engine would not install.
+        self._fleet.mark_lost(generator)
         with contextlib.suppress(Exception):
             await generator.handle.call("stop", timeout=LEAVE_STOP_SECONDS)
         self._world.actors.kill_actor(generator.handle)  # before others play what it was leased
@@ -214,14 +247,14 @@ class FleetMembership:
         self._fleet.remove(generator.generator_id)
         self._fleet.announce_change()
 
-    # -- restarts ------------------------------------------------------------------------------------------------
+    # -- restarts ----------------------------------------------------------------------------------
 
     async def _supervise_generator(self, generator: FleetGenerator) -> None:
         """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
 
-        After a loss its leases are taken back; the restarted process installs current weights before it plays. Raises
-        `GeneratorRestartsExhausted` after `generator.max_restarts`, or after `MAX_START_FAILURES`, and what the
-        generator itself raised.
+        After a loss its leases are taken back; the restarted process installs current weights
+        before it plays. Raises `GeneratorRestartsExhausted` after `generator.max_restarts`, or
+        after `MAX_START_FAILURES`, and what the generator itself raised.
         """
         while True:
             try:
@@ -235,14 +268,17 @@ class FleetMembership:
             except ActorLostError as error:
                 if self._stop_requested.is_set():
                     return
-                self._fleet.mark_lost(generator)  # before anything is awaited, so that it gets no more leases
-                self._fleet.report_lost(generator, error, await self._dispatcher.requeue_lost(generator))
+                # Before anything is awaited, so that it gets no more leases.
+                self._fleet.mark_lost(generator)
+                self._fleet.report_lost(
+                    generator, error, await self._dispatcher.requeue_lost(generator)
+                )
                 if generator.is_leaving:
                     return
 
     async def _play_leases(self, generator: FleetGenerator) -> None:
-        """Have a generator play until nothing is left to play. If its engine is lost, its process is ended, and that is
-        a loss like any other: raises `ActorLostError`."""
+        """Have a generator play until nothing is left to play. If its engine is lost, its process
+        is ended, and that is a loss like any other: raises `ActorLostError`."""
         try:
             await generator.handle.call("run", self._context.conductor)
         except EngineLostError as error:
@@ -252,27 +288,27 @@ class FleetMembership:
     async def _restart_generator(self, generator: FleetGenerator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.
 
-        The process itself is restarted at once. The back-off comes here, before the engine is loaded: what it loads may
-        be what kills it. If only the connection was lost, the process lives: it has its engine, and ends what it plays,
-        because others play that now.
+        The process itself is restarted at once. The back-off comes here, before the engine is
+        loaded: what it loads may be what kills it. If only the connection was lost, the process
+        lives: it has its engine, and ends what it plays, because others play that now.
         """
-        health, began, wait, process = (
-            generator.health,
-            self._clock(),
-            generator.health.seconds_to_restart,
-            generator.process,
-        )
+        health = generator.health
+        began = self._clock()
+        wait = generator.health.seconds_to_restart
+        process = generator.process
         if generator.equal_start_failures >= MAX_START_FAILURES:
             raise GeneratorRestartsExhausted(
-                f"{generator.generator_id} failed {generator.equal_start_failures} times in the same way before it had "
-                f"played an episode: {generator.last_loss_reason}; see logs/{generator.generator_id}.log"
+                f"{generator.generator_id} failed {generator.equal_start_failures} times in the "
+                f"same way before it had played an episode: {generator.last_loss_reason}; see "
+                f"logs/{generator.generator_id}.log"
             )
         try:
             health.begin_restart()
         except RestartsExhausted as error:
             raise GeneratorRestartsExhausted(
-                f"{generator.generator_id} was lost {generator.restarts + 1} times (generator.max_restarts = "
-                f"{self._config.generator.max_restarts}), the last time by: {generator.last_loss_reason or 'its end'}; see "
+                f"{generator.generator_id} was lost {generator.restarts + 1} times "
+                f"(generator.max_restarts = {self._config.generator.max_restarts}), the last time "
+                f"by: {generator.last_loss_reason or 'its end'}; see "
                 f"logs/{generator.generator_id}.log"
             ) from error
         await asyncio.sleep(wait)
@@ -284,7 +320,10 @@ class FleetMembership:
         if generator.process == process:
             seconds = round(self._clock() - began, 1)
             self._events.warning(
-                "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=seconds
+                "generator_recovered",
+                generator=generator.generator_id,
+                pid=generator.pid,
+                seconds=seconds,
             )
             return
         self._events.warning(
@@ -298,20 +337,25 @@ class FleetMembership:
         )
 
     async def _reload_engine(self, generator: FleetGenerator) -> None:
-        """Have a restarted process load its engine and connect. A failure of this counts as another loss."""
+        """Have a restarted process load its engine and connect. A failure of this counts
+        as another loss."""
         try:
-            await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
+            await self._wait_until_alive(
+                generator, self._clock() + self._config.generator.start_timeout
+            )
             await self._fleet.load_engine(generator)
             await self._context.installer.connect_generator(generator)
         except ActorLostError:
             raise
         except Exception as error:
             await end_process(self._world, generator.handle, *generator.process)
-            raise ActorLostError(f"{generator.generator_id} was restarted and did not load: {error}") from error
+            raise ActorLostError(
+                f"{generator.generator_id} was restarted and did not load: {error}"
+            ) from error
 
     async def _wait_until_alive(self, generator: FleetGenerator, deadline: float) -> None:
-        """Wait until an actor that is being restarted answers a call; until then its calls fail at once. Raises
-        `RunFailed` or `ActorLostError` after `deadline`."""
+        """Wait until an actor that is being restarted answers a call; until then its calls fail at
+        once. Raises `RunFailed` or `ActorLostError` after `deadline`."""
         while True:
             try:
                 await generator.handle.call("describe_process", timeout=RPC_SECONDS)
@@ -321,6 +365,7 @@ class FleetMembership:
                     if isinstance(error, ActorLostError):
                         raise
                     raise RunFailed(
-                        f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"
+                        f"{generator.generator_id} was restarted and did not answer in time "
+                        "(generator.start_timeout)"
                     ) from error
                 await asyncio.sleep(0.5)

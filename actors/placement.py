@@ -1,4 +1,5 @@
-"""The placement of a run's processes: seats on hosts, bundles of resources, and generators without the run's files."""
+"""The placement of a run's processes: seats on hosts, bundles of resources, and generators without
+the run's files."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from itertools import groupby
 
 import msgspec
 
-from r3async.actors.weight_transport import check_learner_reachable, choose_weight_backend, with_loopback_host
+from r3async.actors.weight_transport import (
+    check_learner_reachable,
+    choose_weight_backend,
+    with_loopback_host,
+)
 from r3async.config import Config, ConfigError
 from r3async.world import ClusterNode, InsufficientResourcesError, ResourceBundle
 
@@ -17,7 +22,8 @@ GPU_SHARE_UNITS = 10_000
 
 
 class PlacementError(ConfigError):
-    """The hosts cannot hold the run. The message says what it needs, what they have and what to change."""
+    """The hosts cannot hold the run. The message says what it needs, what they have
+    and what to change."""
 
 
 class ResourceDemand(msgspec.Struct, frozen=True):
@@ -39,11 +45,18 @@ class ResourceDemand(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_config(config: Config, engines: bool = True) -> ResourceDemand:
-        """Return the demand of a run with this configuration. `engines` is False for supervised training, which has
-        none."""
-        parallel, generator = config.learner.parallel, config.generator
+        """Return the demand of a run with this configuration. `engines` is False for supervised
+        training, which has none."""
+        parallel = config.learner.parallel
+        generator = config.generator
         count = generator.count if engines else 0
-        return ResourceDemand(parallel.world_size, parallel.tp, count, count_engine_devices(config), generator.colocate)
+        return ResourceDemand(
+            parallel.world_size,
+            parallel.tp,
+            count,
+            count_engine_devices(config),
+            generator.colocate,
+        )
 
 
 def count_engine_devices(config: Config) -> int:
@@ -53,8 +66,8 @@ def count_engine_devices(config: Config) -> int:
 
 
 class BundleShare(msgspec.Struct, frozen=True):
-    """The seat of one actor: the number of its `bundle` in the layout, and how much of the bundle's GPUs it gets, which
-    is a fraction if others are on the same GPU."""
+    """The seat of one actor: the number of its `bundle` in the layout, and how much of the bundle's
+    GPUs it gets, which is a fraction if others are on the same GPU."""
 
     bundle: int
     gpus: float
@@ -65,7 +78,8 @@ class ProcessLayout(msgspec.Struct, frozen=True):
 
     Attributes:
         bundles: Bundles of resources, which name their hosts by `ClusterNode.node_id`.
-        learner: Seat of the actor that receives and packs. With one rank it is that rank, and `ranks` is empty.
+        learner: Seat of the actor that receives and packs. With one rank it is that rank, and
+            `ranks` is empty.
         ranks: Seats of the ranks.
         engines: Seats of the engines.
     """
@@ -93,10 +107,15 @@ class ProcessLayout(msgspec.Struct, frozen=True):
 
     def describe_hosts(self, names: Sequence[ClusterNode]) -> list[str]:
         """Return one line of text for each host that is used."""
-        ranks, engines = self.rank_hosts(), [self.host_of(seat) for seat in self.engines]
+        ranks = self.rank_hosts()
+        engines = [self.host_of(seat) for seat in self.engines]
         lines = []
         for node in names:
-            here = [f"{_format_ranges('rank', ranks, node.node_id)} of the learner"] if node.node_id in ranks else []
+            here = (
+                [f"{_format_ranges('rank', ranks, node.node_id)} of the learner"]
+                if node.node_id in ranks
+                else []
+            )
             if node.node_id in engines:
                 here.append(
                     _format_ranges("engine", engines, node.node_id)
@@ -113,20 +132,25 @@ def _format_ranges(what: str, hosts: Sequence[str], key: str) -> str:
     for _, run in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
         places = [place for _, place in run]
         parts.append(str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}")
-    return f"{what}{'s' * (len(at) > 1)} {', '.join(parts)}"
+    return f"{what}{'s' if len(at) > 1 else ''} {', '.join(parts)}"
 
 
 class FreeResources:
     """The resources that are left on each host while processes are placed."""
 
     def __init__(self, nodes: Sequence[ClusterNode], on_gpus: bool):
-        self.nodes, self.on_gpus = nodes, on_gpus
+        self.nodes = nodes
+        self.on_gpus = on_gpus
         self.free_cpus = [int(node.free_cpus) for node in nodes]
         self.free_gpus = [int(node.free_gpus) for node in nodes]
 
     def count_free_processes(self, index: int) -> int:
         """Return how many processes of one device each still fit on a host."""
-        return min(self.free_cpus[index], self.free_gpus[index]) if self.on_gpus else self.free_cpus[index]
+        return (
+            min(self.free_cpus[index], self.free_gpus[index])
+            if self.on_gpus
+            else self.free_cpus[index]
+        )
 
     def take_bundle(self, index: int, devices: int = 1, processes: int = 1) -> ResourceBundle:
         """Take a bundle from a host. The bundle does not move to another host."""
@@ -136,14 +160,19 @@ class FreeResources:
 
     def count_free_engines(self, width: int, index: int) -> int:
         """Return how many engines of `width` devices each still fit on a host."""
-        return min(self.free_gpus[index] // width, self.free_cpus[index]) if self.on_gpus else self.free_cpus[index]
+        return (
+            min(self.free_gpus[index] // width, self.free_cpus[index])
+            if self.on_gpus
+            else self.free_cpus[index]
+        )
 
     def host_indices(self) -> range:
         return range(len(self.nodes))
 
 
 def plan_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> ProcessLayout:
-    """Plan a place for every process on what is free of `nodes`. Raises `PlacementError` if there is none."""
+    """Plan a place for every process on what is free of `nodes`. Raises `PlacementError`
+    if there is none."""
     on_gpus = any(node.gpus for node in nodes)
     if demand.colocate == "sleep" and on_gpus:
         return _plan_colocated(demand, nodes)
@@ -156,13 +185,16 @@ def plan_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> Process
 
 
 def plan_free_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> ProcessLayout:
-    """Plan the places of a run that starts, like `plan_layout`. Raises `InsufficientResourcesError`, with what is free
-    where, if the hosts could hold the run but others use what it needs."""
+    """Plan the places of a run that starts, like `plan_layout`. Raises
+    `InsufficientResourcesError`, with what is free where, if the hosts could hold the run but
+    others use what it needs."""
     plan_layout(demand, [with_all_free(node) for node in nodes])
     try:
         return plan_layout(demand, nodes)
     except PlacementError as error:
-        raise InsufficientResourcesError(f"the cluster could hold the run, but others use it: {error}") from error
+        raise InsufficientResourcesError(
+            f"the cluster could hold the run, but others use it: {error}"
+        ) from error
 
 
 def with_all_free(node: ClusterNode) -> ClusterNode:
@@ -170,25 +202,36 @@ def with_all_free(node: ClusterNode) -> ClusterNode:
     return replace(node, free_cpus=node.cpus, free_gpus=node.gpus)
 
 
-def _plan_separate(demand: ResourceDemand, nodes: Sequence[ClusterNode], on_gpus: bool) -> ProcessLayout:
+def _plan_separate(
+    demand: ResourceDemand, nodes: Sequence[ClusterNode], on_gpus: bool
+) -> ProcessLayout:
     hosts = FreeResources(nodes, on_gpus)
     at = _pack_ranks(demand, hosts)
     alone = demand.ranks == 1
-    # The actor that receives and packs is on the host of the first rank, whose bundle has one more process for it.
-    bundles = [hosts.take_bundle(index, 1, 1 if alone or rank else 2) for rank, index in enumerate(at)]
+    # The actor that receives and packs is on the host of the first rank, whose bundle has one
+    # more process for it.
+    bundles = [
+        hosts.take_bundle(index, 1, 1 if alone or rank else 2) for rank, index in enumerate(at)
+    ]
     share = float(on_gpus)
     ranks = [BundleShare(index, share) for index in range(demand.ranks)]
     engines = []
     for bundle in _place_engines(demand, hosts, at):
         engines.append(BundleShare(len(bundles), bundle.gpus))
         bundles.append(bundle)
-    return ProcessLayout(bundles, ranks[0] if alone else BundleShare(0, 0.0), [] if alone else ranks, engines)
+    return ProcessLayout(
+        bundles, ranks[0] if alone else BundleShare(0, 0.0), [] if alone else ranks, engines
+    )
 
 
-def _place_engines(demand: ResourceDemand, hosts: FreeResources, at: Sequence[int]) -> Iterator[ResourceBundle]:
+def _place_engines(
+    demand: ResourceDemand, hosts: FreeResources, at: Sequence[int]
+) -> Iterator[ResourceBundle]:
     for engine in range(demand.engines):
         places = [
-            index for index in hosts.host_indices() if hosts.count_free_engines(demand.devices_per_engine, index) > 0
+            index
+            for index in hosts.host_indices()
+            if hosts.count_free_engines(demand.devices_per_engine, index) > 0
         ]
         if not places:
             raise PlacementError(_explain_unplaced_engine(demand, hosts, engine))
@@ -200,25 +243,32 @@ def _place_engines(demand: ResourceDemand, hosts: FreeResources, at: Sequence[in
         yield ResourceBundle(taken.cpus, taken.gpus, taken.node_id, can_move=True)
 
 
-def plan_engine(demand: ResourceDemand, nodes: Sequence[ClusterNode], home: Sequence[str]) -> ResourceBundle:
-    """Plan a place for one more engine, preferably on one of the hosts `home`. Raises `InsufficientResourcesError`,
-    with what is free where, if there is none."""
+def plan_engine(
+    demand: ResourceDemand, nodes: Sequence[ClusterNode], home: Sequence[str]
+) -> ResourceBundle:
+    """Plan a place for one more engine, preferably on one of the hosts `home`. Raises
+    `InsufficientResourcesError`, with what is free where, if there is none."""
     hosts = FreeResources(nodes, any(node.gpus for node in nodes))
     at = [index for index, node in enumerate(nodes) if node.node_id in home]
     try:
         (bundle,) = _place_engines(msgspec.structs.replace(demand, engines=1), hosts, at)
     except PlacementError as error:
-        devices = f"{demand.devices_per_engine} {_device_word(hosts.on_gpus, demand.devices_per_engine)}"
+        devices = (
+            f"{demand.devices_per_engine} {_device_word(hosts.on_gpus, demand.devices_per_engine)}"
+        )
         needs = f"{devices}{' of one host' if demand.devices_per_engine > 1 else ''}"
         raise InsufficientResourcesError(
-            f"another engine needs {needs} ({_describe_all_free(nodes)}): add a host, or ask for fewer generators"
+            f"another engine needs {needs} ({_describe_all_free(nodes)}): add a host, or ask for "
+            "fewer generators"
         ) from error
     return bundle
 
 
 def _pack_ranks(demand: ResourceDemand, hosts: FreeResources) -> list[int]:
     """Return the host of each rank, as an index in `hosts.nodes`. Raises `PlacementError`."""
-    left, out, together = demand.ranks, list[int](), demand.ranks_per_host
+    left = demand.ranks
+    out = list[int]()
+    together = demand.ranks_per_host
     free = [hosts.count_free_processes(index) for index in hosts.host_indices()]
     while left:
         first = not out and demand.ranks > 1
@@ -231,10 +281,20 @@ def _pack_ranks(demand: ResourceDemand, hosts: FreeResources) -> list[int]:
             after = {i: _count_engines_after(demand, hosts, free, i, left) for i in enough}
             best = min(
                 enough,
-                key=lambda i: (-min(after[i], demand.engines), _is_remote_host(hosts, i), -after[i], usable[i], i),
+                key=lambda i: (
+                    -min(after[i], demand.engines),
+                    _is_remote_host(hosts, i),
+                    -after[i],
+                    usable[i],
+                    i,
+                ),
             )
         else:
-            best = min(hosts.host_indices(), key=lambda i: (-usable[i], _is_remote_host(hosts, i), i), default=-1)
+            best = min(
+                hosts.host_indices(),
+                key=lambda i: (-usable[i], _is_remote_host(hosts, i), i),
+                default=-1,
+            )
         if best < 0 or not usable[best]:
             raise PlacementError(_explain_unplaced_ranks(demand, hosts))
         count = min(left, usable[best])
@@ -264,46 +324,61 @@ def _count_engines_after(
 
 def _explain_unplaced_ranks(demand: ResourceDemand, hosts: FreeResources) -> str:
     device = _device_word(hosts.on_gpus, demand.ranks)
-    if demand.ranks_per_host > max((hosts.count_free_processes(index) for index in hosts.host_indices()), default=0):
+    if demand.ranks_per_host > max(
+        (hosts.count_free_processes(index) for index in hosts.host_indices()), default=0
+    ):
         return (
-            f"{demand.ranks_per_host} tensor-parallel ranks of the learner need {demand.ranks_per_host} {device} of one host "
-            f"({_describe_all_free(hosts.nodes)}): lower `learner.parallel.tp`"
+            f"{demand.ranks_per_host} tensor-parallel ranks of the learner need "
+            f"{demand.ranks_per_host} {device} of one host ({_describe_all_free(hosts.nodes)}): "
+            "lower `learner.parallel.tp`"
         )
     return (
-        f"the learner's {demand.ranks} ranks need {demand.ranks} {device} ({_describe_all_free(hosts.nodes)}): lower "
-        "`learner.parallel`, or add hosts"
+        f"the learner's {demand.ranks} ranks need {demand.ranks} {device} "
+        f"({_describe_all_free(hosts.nodes)}): lower `learner.parallel`, or add hosts"
     )
 
 
 def _explain_unplaced_engine(demand: ResourceDemand, hosts: FreeResources, engine: int) -> str:
     wide = demand.devices_per_engine > 1 and hosts.on_gpus
     needs = f" of {demand.devices_per_engine} GPUs on one host" if wide else ""
-    lower = "`generator.count`" + (" or `generator.engine_args.tensor_parallel_size`" if wide else "")
+    lower = "`generator.count`" + (
+        " or `generator.engine_args.tensor_parallel_size`" if wide else ""
+    )
     share = ', set `generator.colocate` = "share"' if hosts.on_gpus and not wide else ""
     return (
-        f"beside the learner's ranks ({demand.ranks}) there is a place for {engine} of {demand.engines} engines{needs} "
-        f"({_describe_all_free(hosts.nodes)}): lower {lower}{share}, or add hosts"
+        f"beside the learner's ranks ({demand.ranks}) there is a place for {engine} of "
+        f"{demand.engines} engines{needs} ({_describe_all_free(hosts.nodes)}): lower "
+        f"{lower}{share}, or add hosts"
     )
 
 
 def _plan_colocated(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> ProcessLayout:
-    """Plan a layout in which engine e is on the GPU of rank e modulo the number of ranks. Raises `PlacementError`."""
+    """Plan a layout in which engine e is on the GPU of rank e modulo the number of ranks. Raises
+    `PlacementError`."""
     if demand.devices_per_engine > 1:
         raise PlacementError(
-            f'`generator.colocate` = "{demand.colocate}": an engine over {demand.devices_per_engine} GPUs cannot be on those '
-            "of the ranks: "
+            f'`generator.colocate` = "{demand.colocate}": an engine over '
+            f"{demand.devices_per_engine} GPUs cannot be on those of the ranks: "
             "set `generator.engine_args.tensor_parallel_size` = 1, or colocate=off"
         )
     hosts = FreeResources(nodes, True)
     at = _pack_ranks(demand, hosts)
     alone = demand.ranks == 1
     here = [len(range(rank, demand.engines, demand.ranks)) for rank in range(demand.ranks)]
-    bundles = [hosts.take_bundle(index, 1, 1 + here[rank] + (not alone and not rank)) for rank, index in enumerate(at)]
+    bundles = [
+        hosts.take_bundle(index, 1, 1 + here[rank] + (not alone and not rank))
+        for rank, index in enumerate(at)
+    ]
     if any(cpus < 0 for cpus in hosts.free_cpus):
-        raise PlacementError(f"{demand.engines} engines beside the ranks need a CPU each ({_describe_all_free(nodes)})")
+        raise PlacementError(
+            f"{demand.engines} engines beside the ranks need a CPU each "
+            f"({_describe_all_free(nodes)})"
+        )
     ranks = [BundleShare(rank, _gpu_share(1 + here[rank])) for rank in range(demand.ranks)]
     engines = [ranks[engine % demand.ranks] for engine in range(demand.engines)]
-    return ProcessLayout(bundles, ranks[0] if alone else BundleShare(0, 0.0), [] if alone else ranks, engines)
+    return ProcessLayout(
+        bundles, ranks[0] if alone else BundleShare(0, 0.0), [] if alone else ranks, engines
+    )
 
 
 def _gpu_share(count: int) -> float:
@@ -312,7 +387,7 @@ def _gpu_share(count: int) -> float:
 
 
 def _device_word(gpus: bool, count: int) -> str:
-    return ("GPU" if gpus else "CPU") + "s" * (count != 1)
+    return ("GPU" if gpus else "CPU") + ("s" if count != 1 else "")
 
 
 def _describe_all_free(nodes: Sequence[ClusterNode]) -> str:
@@ -338,36 +413,42 @@ def describe_free(node: ClusterNode) -> str:
     return ", ".join([*both, of(node.free_cpus, node.cpus, "CPUs")])
 
 
-# -- what travels between the places -----------------------------------------------------------------------------------
+# -- what travels between the places ---------------------------------------------------------------
 
 
 def with_transport_host(config: Config, layout: ProcessLayout) -> Config:
-    """Return the configuration of a run with this layout: an unset `transport.host` stays unset if the run has several
-    hosts, where the learner takes the address of its own (`weight_transport.with_reachable_host`), and is loopback if it has
-    one."""
-    return with_loopback_host(config) if len({bundle.node_id for bundle in layout.bundles}) == 1 else config
+    """Return the configuration of a run with this layout: an unset `transport.host` stays unset if
+    the run has several hosts, where the learner takes the address of its own
+    (`weight_transport.with_reachable_host`), and is loopback if it has one."""
+    return (
+        with_loopback_host(config)
+        if len({bundle.node_id for bundle in layout.bundles}) == 1
+        else config
+    )
 
 
 def check_transfers(config: Config, layout: ProcessLayout) -> None:
-    """Check that trajectories reach the learner of a run with this layout, and its weights the engines. Raises
-    `ConfigError` with the setting.
+    """Check that trajectories reach the learner of a run with this layout, and its weights the
+    engines. Raises `ConfigError` with the setting.
 
-    The plan and the start call it for the hosts that they choose. When engine and learner are loaded, the conductor
-    checks the transport of the weights again, with the devices that they see.
+    The plan and the start call it for the hosts that they choose. When engine and learner are
+    loaded, the conductor checks the transport of the weights again, with the devices that they see.
     """
     config = with_transport_host(config, layout)
-    ranks, engines = layout.rank_hosts(), [layout.host_of(seat) for seat in layout.engines]
+    ranks = layout.rank_hosts()
+    engines = [layout.host_of(seat) for seat in layout.engines]
     check_learner_reachable(config, ranks[0], engines)
 
     def gpus_of(seat: BundleShare) -> list[str]:
         return [f"{seat.bundle} of the layout"] if layout.bundles[seat.bundle].gpus else []
 
     sender = layout.ranks[0] if layout.ranks else layout.learner
-    hosts, engine_gpus = {*ranks, *engines}, [gpus_of(seat) for seat in layout.engines]
+    hosts = {*ranks, *engines}
+    engine_gpus = [gpus_of(seat) for seat in layout.engines]
     choose_weight_backend(config, hosts, gpus_of(sender), engine_gpus, ranks)
 
 
-# -- supposed hosts ----------------------------------------------------------------------------------------------------
+# -- supposed hosts --------------------------------------------------------------------------------
 
 SUPPOSED_CPUS = 1024
 """Number of CPUs of a supposed host, so large that CPUs never decide."""
@@ -390,9 +471,11 @@ def make_supposed_hosts(count: int, gpus: int) -> list[ClusterNode]:
     ]
 
 
-def find_smallest_layout(demand: ResourceDemand, gpus_per_node: int) -> tuple[ProcessLayout, list[ClusterNode]]:
-    """Return a layout on the smallest sufficient number of hosts with `gpus_per_node` GPUs each, and these hosts.
-    Raises `PlacementError` if no number of them suffices."""
+def find_smallest_layout(
+    demand: ResourceDemand, gpus_per_node: int
+) -> tuple[ProcessLayout, list[ClusterNode]]:
+    """Return a layout on the smallest sufficient number of hosts with `gpus_per_node` GPUs each,
+    and these hosts. Raises `PlacementError` if no number of them suffices."""
     fewest = -(-demand.ranks // gpus_per_node)
     most = demand.ranks + demand.engines
     for count in range(max(1, fewest), max(1, fewest, most) + 1):

@@ -1,5 +1,5 @@
-"""The common ground of all actor processes: how they are prepared, how they wait for others, and which errors end a
-process or the run."""
+"""The common ground of all actor processes: how they are prepared, how they wait for others, and
+which errors end a process or the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ RPC_SECONDS = 30.0
 
 
 KILL_AFTER_SECONDS = 5.0
-"""Seconds after which a process that Ray has not ended is killed from here, if it is on this host."""
+"""Seconds after which a process that Ray has not ended is killed from here, if it
+is on this host."""
 
 
 class RunFailed(RuntimeError):
@@ -34,7 +35,8 @@ class RunFailed(RuntimeError):
 
 
 class NotTrained(RunFailed):
-    """The run made all its steps, and none of them an update: its weights are those that it started with."""
+    """The run made all its steps, and none of them an update: its weights are those that
+    it started with."""
 
 
 class StoppedBeforeStep(RunFailed):
@@ -42,7 +44,8 @@ class StoppedBeforeStep(RunFailed):
 
 
 class ProcessLost(RunFailed, ActorLostError):
-    """A process that the run cannot do without was lost. The run can resume from its newest checkpoint."""
+    """A process that the run cannot do without was lost. The run can resume from its
+    newest checkpoint."""
 
 
 class ActorNotLoaded(ActorLostError):
@@ -55,12 +58,13 @@ def describe_process(world: World) -> dict[str, Any]:
 
 
 def prepare_process(world: World, run_dir: Path, role: str) -> RunLock:
-    """Make the user's modules importable, and send what this process and its children print to `logs/ROLE.log` of the
-    run. If the run's configuration sets `observe.prometheus_port`, serve this process's memory and CPU time.
+    """Make the user's modules importable, and send what this process and its children print to
+    `logs/ROLE.log` of the run. If the run's configuration sets `observe.prometheus_port`, serve
+    this process's memory and CPU time.
 
-    Returns the shared lock on the run's directory, which the caller has to keep: nobody prepares the directory again
-    before this process has ended. Raises `BlockingIOError` if somebody prepares it already: then this actor belongs to
-    a start that is over.
+    Returns the shared lock on the run's directory, which the caller has to keep: nobody prepares
+    the directory again before this process has ended. Raises `BlockingIOError` if somebody prepares
+    it already: then this actor belongs to a start that is over.
     """
     add_user_module_path()
     make_directory(run_dir / "logs", files=world.files)
@@ -72,7 +76,13 @@ def prepare_process(world: World, run_dir: Path, role: str) -> RunLock:
 
 
 async def call_with_limit(
-    config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, seconds: float | None = None
+    config: Config,
+    setting: str,
+    actor: ActorRef,
+    method: str,
+    *args: Any,
+    failure: str,
+    seconds: float | None = None,
 ) -> Any:
     """Call an actor and return its answer, within a limit that a setting gives.
 
@@ -94,7 +104,8 @@ async def call_with_limit(
 
 
 class PolledCall:
-    """A call that is made to an actor again and again, one at a time. `make_call(*args)` makes the call."""
+    """A call that is made to an actor again and again, one at a time.
+    `make_call(*args)` makes the call."""
 
     def __init__(self, make_call: Callable[..., Awaitable[Any]]):
         self._make_call = make_call
@@ -108,14 +119,15 @@ class PolledCall:
         return self._call is not None
 
     async def poll_answer(self, seconds: float, *args: Any) -> Any:
-        """Return the answer, which may be that of an earlier call with other `args`; None if there is none within
-        `seconds`, or it is an error."""
+        """Return the answer, which may be that of an earlier call with other `args`; None if there
+        is none within `seconds`, or it is an error."""
         if self._call is None:
             self._call = asyncio.ensure_future(self._make_call(*args))
         await asyncio.wait([self._call], timeout=seconds)
         if not self._call.done():
             return None
-        call, self._call = self._call, None
+        call = self._call
+        self._call = None
         self.answer_count += 1
         return call.result() if call.exception() is None else None
 
@@ -132,8 +144,8 @@ async def end_process(world: World, actor: ActorRef, pid: int, host: str) -> Non
 
 
 async def wait_for_process_end(world: World, pid: int, host: str) -> None:
-    """Wait until a process that was asked to end has ended. A paused process does not react to that, and is killed from
-    here if it is on this host."""
+    """Wait until a process that was asked to end has ended. A paused process does not react to
+    that, and is killed from here if it is on this host."""
     deadline = world.clock.monotonic() + KILL_AFTER_SECONDS
     while world.processes.is_alive(pid, host):
         if world.clock.monotonic() > deadline:
@@ -143,8 +155,8 @@ async def wait_for_process_end(world: World, pid: int, host: str) -> None:
 
 
 async def gather_or_cancel(*calls: Awaitable[Any]) -> list[Any]:
-    """Return the results of all `calls`. If one fails, the others are cancelled, and its error is raised when they have
-    ended."""
+    """Return the results of all `calls`. If one fails, the others are cancelled, and its error is
+    raised when they have ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -155,8 +167,8 @@ async def gather_or_cancel(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
-    """Wait until the event is set. It is set after `seconds` in any case, which is cheaper than a time-out that cancels
-    and raises."""
+    """Wait until the event is set. It is set after `seconds` in any case, which is cheaper than a
+    time-out that cancels and raises."""
     timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
         await event.wait()
@@ -165,23 +177,29 @@ async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
 
 
 async def await_guarded(call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
-    """Return the result of `call`. If a background task fails meanwhile, raises its error at once. Tasks that have
-    ended well are removed from `background`."""
+    """Return the result of `call`. If a background task fails meanwhile, raises its error at once.
+    Tasks that have ended well are removed from `background`."""
     waiting = asyncio.ensure_future(call)
     while True:
         for task in background:
-            if task.done() and (error := task.exception()) is not None:
-                waiting.cancel()
-                raise error
+            if task.done():
+                error = task.exception()
+                if error is not None:
+                    waiting.cancel()
+                    raise error
         background[:] = [t for t in background if not t.done()]
         if waiting.done():
             return waiting.result()
-        await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
 
 
-def run_once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Decorate a method so that it does its work once: further calls, meanwhile or later, return the result of the
-    first call. After a failure the next call does the work again."""
+def run_once(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[..., Coroutine[Any, Any, T]]:
+    """Decorate a method so that it does its work once: further calls, meanwhile or later, return
+    the result of the first call. After a failure the next call does the work again."""
     made: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
 
     @wraps(method)
@@ -197,8 +215,8 @@ def run_once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> C
 def latest_call_only(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Decorate a method so that one call works at a time: a later call ends the earlier one, which then raises
-    `ActorNotLoaded`, and begins when that has ended."""
+    """Decorate a method so that one call works at a time: a later call ends the earlier one, which
+    then raises `ActorNotLoaded`, and begins when that has ended."""
     works: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
 
     @wraps(method)
@@ -212,7 +230,9 @@ def latest_call_only(
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and not caller.cancelling():
-                raise ActorNotLoaded(f"`{method.__name__}` was called again, which ended this call") from None
+                raise ActorNotLoaded(
+                    f"`{method.__name__}` was called again, which ended this call"
+                ) from None
             raise
 
     return call
@@ -220,7 +240,8 @@ def latest_call_only(
 
 async def await_or_stopped(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:
     """Return the result of `call`. If `stopped` is set before, cancel the call and return None."""
-    calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopped.wait())
+    calling = asyncio.ensure_future(call)
+    stop = asyncio.ensure_future(stopped.wait())
     try:
         await asyncio.wait([calling, stop], return_when=asyncio.FIRST_COMPLETED)
         return calling.result() if calling.done() else None
@@ -231,7 +252,8 @@ async def await_or_stopped(stopped: asyncio.Event, call: Awaitable[T]) -> T | No
 
 
 def describe_root_cause(error: BaseException, run_dir: Path) -> str:
-    """Return the innermost message that a person can use: a task group wraps the exceptions of its members."""
+    """Return the innermost message that a person can use: a task group wraps the
+    exceptions of its members."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, RunFailed):

@@ -10,14 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from r3async.actors.weight_transport import UnsetSender, build_part_server, build_weight_sender, get_weights_directory
+from r3async.actors.weight_transport import (
+    UnsetSender,
+    build_part_server,
+    build_weight_sender,
+    get_weights_directory,
+)
 from r3async.checkpoint import FileEntry, open_checkpoint
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.learner import LearnerError, MinibatchResult
 from r3async.learner.micro_batches import MicroBatch
-from r3async.weights.host_weights import HostWeights, SafetensorsEncoder, copy_share_to_host, copy_to_host
+from r3async.weights.host_weights import (
+    HostWeights,
+    SafetensorsEncoder,
+    copy_share_to_host,
+    copy_to_host,
+)
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.sharded_store import PartFolder, ShareDescription, write_delta_part, write_share_region
+from r3async.weights.sharded_store import (
+    PartFolder,
+    ShareDescription,
+    write_delta_part,
+    write_share_region,
+)
 from r3async.weights.tcp import PartServer
 from r3async.weights.weight_transfer import TransferOffer, WeightSender
 from r3async.world import ActorLostError, ActorOptions, ActorRef, World
@@ -35,8 +50,8 @@ if TYPE_CHECKING:
 
 
 class LocalRank:
-    """A rank in this process: a backend and the sender of its weights. All calls must come from the thread that made
-    it, except for `write_version` and `write_checkpoint`."""
+    """A rank in this process: a backend and the sender of its weights. All calls must come from the
+    thread that made it, except for `write_version` and `write_checkpoint`."""
 
     processes: Sequence[tuple[int, str]] = ()
     """Process id and host of each further process that computes for this one."""
@@ -44,12 +59,19 @@ class LocalRank:
     """Number of restarts of these processes."""
 
     def __init__(
-        self, config: Config, backend: LearnerBackend, world: World = REAL_WORLD, teacher: LearnerBackend | None = None
+        self,
+        config: Config,
+        backend: LearnerBackend,
+        world: World = REAL_WORLD,
+        teacher: LearnerBackend | None = None,
     ):
         """Wrap a loaded `backend`. `teacher` is the teacher model of `algorithm.distillation`."""
         import torch
 
-        self._config, self._world, self.backend, self._teacher = config, world, backend, teacher
+        self._config = config
+        self._world = world
+        self.backend = backend
+        self._teacher = teacher
         self._sender: WeightSender = UnsetSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, HostWeights] | None = None
@@ -83,31 +105,42 @@ class LocalRank:
         return [str(torch.cuda.get_device_properties(0).uuid)] if torch.cuda.is_available() else []
 
     def train_minibatches(
-        self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
+        self,
+        minibatches: Sequence[Sequence[Sequence[MicroBatch]]],
+        *,
+        version: int,
+        trace: bool = False,
     ) -> list[MinibatchResult]:
-        """Call `trainer.train_minibatches` with minibatches whose micro-batches are for one data-parallel rank, this
-        one."""
+        """Call `trainer.train_minibatches` with minibatches whose micro-batches are for one
+        data-parallel rank, this one."""
         from r3async.learner.trainer import train_minibatches
 
         shares = [mine for (mine,) in minibatches]
-        return train_minibatches(self.backend, shares, version=version, trace=trace, teacher=self._teacher)
+        return train_minibatches(
+            self.backend, shares, version=version, trace=trace, teacher=self._teacher
+        )
 
     def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Call `supervised.run_supervised_step` with the micro-batches of one data-parallel rank, this one."""
+        """Call `supervised.run_supervised_step` with the micro-batches of one
+        data-parallel rank, this one."""
         from r3async.learner.supervised import run_supervised_step
 
         (mine,) = shares
         return run_supervised_step(self.backend, mine)
 
-    def compute_supervised_loss(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
-        """Call `supervised.compute_supervised_loss` with the micro-batches of one data-parallel rank, this one."""
+    def compute_supervised_loss(
+        self, shares: Sequence[Sequence[MicroBatch]]
+    ) -> tuple[float, float]:
+        """Call `supervised.compute_supervised_loss` with the micro-batches of one
+        data-parallel rank, this one."""
         from r3async.learner.supervised import compute_supervised_loss
 
         (mine,) = shares
         return compute_supervised_loss(self.backend, mine)
 
     def count_updates(self) -> int:
-        """Return the number of optimizer updates that made the weights, including those before a resume."""
+        """Return the number of optimizer updates that made the weights, including those
+        before a resume."""
         return self.backend.update_count
 
     def score_tokens(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -118,26 +151,32 @@ class LocalRank:
     def set_weight_transport(
         self, backend: str, write_together: bool = False, sender_keys: ServerKeys | None = None
     ) -> None:
-        """Set the transport to which `write_version` gives the weights; see `weight_transport.build_weight_sender`. With
-        `write_together`, several ranks write a version. One alone needs no `sender_keys`: the learner serves it."""
+        """Set the transport to which `write_version` gives the weights; see
+        `weight_transport.build_weight_sender`. With `write_together`, several ranks write a
+        version. One alone needs no `sender_keys`: the learner serves it."""
         self._writes_share = write_together
         if not write_together or backend == "nccl":  # otherwise the learner offers what they wrote
             self._sender = build_weight_sender(self._config, backend, self._world)
 
     def snapshot_weights(self, version: int) -> None:
-        """Copy the weights to host memory as `version`, for `write_version`. Collective. Later steps do not change the
-        copy."""
+        """Copy the weights to host memory as `version`, for `write_version`. Collective. Later
+        steps do not change the copy."""
         if self._snapshot is not None:
             raise LearnerError(
-                f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
+                f"version {self._snapshot[0]} has not been written: version {version} "
+                "has to wait for it"
             )
         with stage("snapshot"):
             if self._writes_share:
                 self._snapshot_memory = copy_share_to_host(
-                    self.backend.iter_full_weights, self._snapshot_memory, self._config.weights.bucket_bytes
+                    self.backend.iter_full_weights,
+                    self._snapshot_memory,
+                    self._config.weights.bucket_bytes,
                 )
             else:
-                self._snapshot_memory = copy_to_host(self.backend.export_weights(copy=False), self._snapshot_memory)
+                self._snapshot_memory = copy_to_host(
+                    self.backend.export_weights(copy=False), self._snapshot_memory
+                )
             self._snapshot = version, self._snapshot_memory
 
     def discard_snapshot(self) -> None:
@@ -145,9 +184,12 @@ class LocalRank:
         self._snapshot = None
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> TransferOffer:
-        """Write the snapshot for the engines and drop it; see `WeightSender.publish_tensors`. May be called from any
-        thread, beside a step. A snapshot that could not be written stays, so that it can be written again."""
-        publication = self._sender.publish_tensors(*self._current_snapshot, self._dtype, versions_in_use)
+        """Write the snapshot for the engines and drop it; see `WeightSender.publish_tensors`. May
+        be called from any thread, beside a step. A snapshot that could not be written stays, so
+        that it can be written again."""
+        publication = self._sender.publish_tensors(
+            *self._current_snapshot, self._dtype, versions_in_use
+        )
         self._snapshot = None
         return publication
 
@@ -157,17 +199,21 @@ class LocalRank:
         return ShareDescription(version, share.describe_tensors(self._dtype))
 
     def write_snapshot(self, path: str, start: int) -> dict[str, TensorEntry]:
-        """Write the snapshot into its region of the file. It stays until all ranks have written theirs; then
-        `discard_snapshot` drops it."""
+        """Write the snapshot into its region of the file. It stays until all ranks have written
+        theirs; then `discard_snapshot` drops it."""
         version, share = self._current_snapshot
         bucket_bytes = self._config.weights.bucket_bytes
         return (
-            write_share_region(path, start, SafetensorsEncoder(version, share, self._dtype, bucket_bytes))
+            write_share_region(
+                path, start, SafetensorsEncoder(version, share, self._dtype, bucket_bytes)
+            )
             if share
             else {}
         )
 
-    def write_delta_part(self, before: str, path_now: str, first: int, last: int, path: str) -> None:
+    def write_delta_part(
+        self, before: str, path_now: str, first: int, last: int, path: str
+    ) -> None:
         """Write a part of a delta; see `sharded_store.write_delta_part`."""
         write_delta_part(before, path_now, first, last, path, self._world)
 
@@ -188,11 +234,12 @@ class LocalRank:
             self._staged_checkpoint = self.backend.capture_state()
 
     def write_checkpoint(self, directory: Path) -> list[FileEntry]:
-        """Write the staged state into `directory`, and drop it even if that fails. May be called from any thread,
-        beside a step."""
+        """Write the staged state into `directory`, and drop it even if that fails. May be called
+        from any thread, beside a step."""
         from r3async.checkpoint.tensors import write_rank_file
 
-        held, self._staged_checkpoint = self._staged_checkpoint, None
+        held = self._staged_checkpoint
+        self._staged_checkpoint = None
         if held is None:
             raise LearnerError("nothing is held for a checkpoint")
         return [write_rank_file(directory, held, files=self._world.files)]
@@ -200,12 +247,19 @@ class LocalRank:
     def restore_checkpoint(self, checkpoint: Path) -> None:
         """Continue from a checkpoint that has been verified; see `LearnerBackend.restore_state`."""
         self.backend.restore_state(
-            open_checkpoint(checkpoint, check_tensors=False, files=self._world.files).open_learner_state()
+            open_checkpoint(
+                checkpoint, check_tensors=False, files=self._world.files
+            ).open_learner_state()
         )
 
     def estimate_copy_bytes(self) -> int:
         """Estimate the bytes of `take_recovery_copy`: a weight and two moments in float32."""
-        places = [place for held in self.backend.trained_slices() if held.is_writer for place in held.places]
+        places = [
+            place
+            for held in self.backend.trained_slices()
+            if held.is_writer
+            for place in held.places
+        ]
         return sum(12 * math.prod(place.size) for place in places)
 
     def stage_recovery_copy(self) -> None:
@@ -216,9 +270,10 @@ class LocalRank:
             self._staged_recovery_copy = RankCopy.from_state(self.backend.capture_state())
 
     def take_recovery_copy(self) -> RankCopy:
-        """Hand over the copy, for ranks that are started in place of this one and the others. May be called from any
-        thread, beside a step."""
-        held, self._staged_recovery_copy = self._staged_recovery_copy, None
+        """Hand over the copy, for ranks that are started in place of this one and the others. May
+        be called from any thread, beside a step."""
+        held = self._staged_recovery_copy
+        self._staged_recovery_copy = None
         if held is None:
             raise LearnerError("nothing is held for a restart")
         return held
@@ -242,9 +297,14 @@ class LocalRank:
 class RankActor:
     """The actor of one rank of several, in a process of its own."""
 
-    def __init__(self, world: World, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
-        self.world, self._lock = world, prepare_process(world, Path(run_dir), f"learner-rank-{rank}")
-        self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
+    def __init__(
+        self, world: World, rank: int, config: dict[str, Any], model_path: str, run_dir: str
+    ):
+        self.world = world
+        self._lock = prepare_process(world, Path(run_dir), f"learner-rank-{rank}")
+        self._rank = rank
+        self._config = config_from_dict(config)
+        self._model_path = Path(model_path)
         self._stores: list[Any] = []
         """Store over which the ranks meet, if it was made here."""
         self._run_dir = run_dir
@@ -265,24 +325,32 @@ class RankActor:
         return self.world.processes.pid, self.world.processes.host
 
     def open_store(self, one_host: bool) -> tuple[str, int]:
-        """Make a store over which the ranks meet, and return its address and port. `one_host` is True if all ranks are
-        on this host."""
+        """Make a store over which the ranks meet, and return its address and port. `one_host` is
+        True if all ranks are on this host."""
         import torch.distributed as dist
 
         interface = self._config.cluster.interface
-        address = "127.0.0.1" if one_host and not interface else self.world.actors.host_address(interface)
+        address = (
+            "127.0.0.1" if one_host and not interface else self.world.actors.host_address(interface)
+        )
         self._stores.append(dist.TCPStore(address, 0, is_master=True, wait_for_workers=False))
         return address, self._stores[0].port
 
     def load_model(self, address: str, port: int, one_host: bool) -> int:
-        """Meet the other ranks at the store and load the model. Returns the size of the vocabulary."""
+        """Meet the other ranks at the store and load the model. Returns the size
+        of the vocabulary."""
         import torch
         import torch.distributed as dist
 
-        cuda, learner = torch.cuda.is_available(), self._config.learner
+        cuda = torch.cuda.is_available()
+        learner = self._config.learner
         self._choose_interface(one_host)
         timeout = datetime.timedelta(seconds=learner.collective_timeout)
-        store = self._stores[0] if self._stores else dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        store = (
+            self._stores[0]
+            if self._stores
+            else dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=store,
@@ -294,9 +362,11 @@ class RankActor:
         return self._learner.vocab_size
 
     def _choose_interface(self, one_host: bool) -> None:
-        """Set the network interface of collectives: the configured one or, between hosts, the one by which the cluster
-        knows this host. The one that they would choose themselves may belong to a container."""
-        chosen, actors = self._config.cluster.interface, self.world.actors
+        """Set the network interface of collectives: the configured one or, between hosts, the
+        one by which the cluster knows this host. The one that they would choose themselves may
+        belong to a container."""
+        chosen = self._config.cluster.interface
+        actors = self.world.actors
         if chosen:
             actors.host_address(chosen)  # raises if there is no such interface
         name = chosen or ("" if one_host else find_interface(actors.host_address()))
@@ -304,8 +374,9 @@ class RankActor:
             use_interface(name)
 
     def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank's `LocalRank`; see `RankCalls.call_local_ranks`. `write_version` has to be called
-        in the lane `WRITE_LANE`, and `write_checkpoint` in `CHECKPOINT_LANE`."""
+        """Call a method of this rank's `LocalRank`; see `RankCalls.call_local_ranks`.
+        `write_version` has to be called in the lane `WRITE_LANE`, and `write_checkpoint` in
+        `CHECKPOINT_LANE`."""
         return getattr(self._learner, name)(*args, **kwargs)
 
     def call_part_folder(self, name: str, *args: Any) -> Any:
@@ -315,10 +386,11 @@ class RankActor:
         return getattr(self._folder, name)(*args)
 
     def serve_parts(self, keys: ServerKeys, paths: dict[str, str]) -> str:
-        """Have this host's sender serve files by the names of their streams, in the lane `WRITE_LANE`.
+        """Have this host's sender serve files by the names of their streams, in the
+        lane `WRITE_LANE`.
 
-        A sender that does not answer is replaced by a new one, which does not serve what the other one did. Returns its
-        address.
+        A sender that does not answer is replaced by a new one, which does not serve what the other
+        one did. Returns its address.
         """
         actors = self.world.actors
         if self._sender is not None:
@@ -350,13 +422,19 @@ SENDER_ANSWER_SECONDS = 10.0
 
 
 class PartSenderActor:
-    """The actor that sends a host's parts of versions to other hosts. It has them from files, and no model.
+    """The actor that sends a host's parts of versions to other hosts. It has them from
+    files, and no model.
 
-    It is a process of its own, so that sending neither waits for a step nor holds one up, and its loss is not a rank's.
+    It is a process of its own, so that sending neither waits for a step nor holds one up, and its
+    loss is not a rank's.
     """
 
-    def __init__(self, world: World, config: dict[str, Any], keys: ServerKeys, run_dir: str, rank: int):
-        self._world, self._config, self._keys = world, config_from_dict(config), keys
+    def __init__(
+        self, world: World, config: dict[str, Any], keys: ServerKeys, run_dir: str, rank: int
+    ):
+        self._world = world
+        self._config = config_from_dict(config)
+        self._keys = keys
         self._lock = prepare_process(world, Path(run_dir), f"learner-sender-{rank}")
         self._server: PartServer | None = None
 

@@ -18,28 +18,39 @@ R = TypeVar("R")
 
 
 LOSS_NOTICE_SECONDS = 10.0
-"""Seconds to wait, after a rank has lost a connection, for the news that the process at its other end has ended. A rank
-notices a broken connection at once; the end of a process is known a little later."""
-COLLECTIVE_ERRORS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Words by which an error of a collective operation shows that another rank did not take part: it contains one of
-them."""
+"""Seconds to wait, after a rank has lost a connection, for the news that the process at its
+other end has ended. A rank notices a broken connection at once; the end of a process is
+known a little later."""
+COLLECTIVE_ERRORS = (
+    "gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
+"""Words by which an error of a collective operation shows that another rank did not take part: it
+contains one of them."""
 
 
 class RankLost(LearnerError, ActorLostError):
-    """The process of a rank was lost, or stopped answering, and with it what all ranks had in memory."""
+    """The process of a rank was lost, or stopped answering, and with it what all
+    ranks had in memory."""
 
 
 class RankCalls:
-    """The calls on the ranks' actors. A rank that fails leaves the others waiting for it in a collective operation, so
-    the first failure ends all of them. It is raised as `LearnerError`, or as `RankLost` if restarted ranks may do
-    better."""
+    """The calls on the ranks' actors. A rank that fails leaves the others waiting for it in a
+    collective operation, so the first failure ends all of them. It is raised as `LearnerError`, or
+    as `RankLost` if restarted ranks may do better."""
 
     def __init__(self, actors: Actors, ranks: Sequence[ActorRef]):
-        self._actors, self.ranks = actors, ranks
+        self._actors = actors
+        self.ranks = ranks
 
     def begin_call(self, rank: int, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
         """Begin a call of a method on the actor of `rank`. Returns a reference for `wait_all`."""
-        return self._actors.begin_call(self.ranks[rank], method, *args, concurrency_group=lane, **kwargs)
+        return self._actors.begin_call(
+            self.ranks[rank], method, *args, concurrency_group=lane, **kwargs
+        )
 
     def call_all(
         self,
@@ -51,7 +62,10 @@ class RankCalls:
         **kwargs: Any,
     ) -> list[Any]:
         """Call a method of the actor of every rank, and return all results; see `wait_all`."""
-        calls = [self.begin_call(rank, method, *args, lane=lane, **kwargs) for rank in range(len(self.ranks))]
+        calls = [
+            self.begin_call(rank, method, *args, lane=lane, **kwargs)
+            for rank in range(len(self.ranks))
+        ]
         return self.wait_all(calls, timeout, independent=independent)
 
     def begin_local_rank(
@@ -69,23 +83,30 @@ class RankCalls:
         independent: bool = False,
     ) -> list[R]:
         """Call a method of `LocalRank` on every rank, and return all results; see `wait_all`."""
-        begun = [self.begin_local_rank(rank, method, *args, lane=lane) for rank in range(len(self.ranks))]
+        begun = [
+            self.begin_local_rank(rank, method, *args, lane=lane) for rank in range(len(self.ranks))
+        ]
         return self.wait_all(begun, timeout, independent=independent)
 
-    def wait_all(self, calls: Sequence[Any], timeout: float | None = None, *, independent: bool = False) -> list[Any]:
+    def wait_all(
+        self, calls: Sequence[Any], timeout: float | None = None, *, independent: bool = False
+    ) -> list[Any]:
         """Wait for all calls and return their results. The first call is that of rank 0, and so on.
 
         Args:
             timeout: Seconds after which ranks that have not answered count as lost.
-            independent: The calls need no other rank. So one that fails ends nothing, and its error is raised when all
-                have ended; an `OSError` if its disk did not take something.
+            independent: The calls need no other rank. So one that fails ends nothing, and its error
+                is raised when all have ended; an `OSError` if its disk did not take something.
         """
-        waiting, failed = list(calls), list[Exception]()
+        waiting = list(calls)
+        failed = list[Exception]()
         while waiting:
             ready, waiting = self._actors.wait_for_call(waiting, timeout)
             if not ready:
                 self.kill_ranks()
-                raise RankLost(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
+                raise RankLost(
+                    f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s"
+                )
             for call in ready:
                 try:
                     self._actors.get(call)
@@ -93,7 +114,9 @@ class RankCalls:
                     if independent and is_disk_error(error):
                         failed.append(error)
                         continue
-                    cause = self._find_cause(calls.index(call), error, {calls.index(other): other for other in waiting})
+                    cause = self._find_cause(
+                        calls.index(call), error, {calls.index(other): other for other in waiting}
+                    )
                     if not independent or isinstance(cause, RankLost):
                         self.kill_ranks()
                         raise cause from error
@@ -103,8 +126,8 @@ class RankCalls:
         return [self._actors.get(call) for call in calls]
 
     def _find_cause(self, rank: int, error: Exception, waiting: dict[int, Any]) -> LearnerError:
-        """Return the cause of the failure of `rank`: if it only lost its connection to another rank, the loss of that
-        one, which is among those still `waiting`."""
+        """Return the cause of the failure of `rank`: if it only lost its connection to another
+        rank, the loss of that one, which is among those still `waiting`."""
         if not isinstance(error, ActorLostError):
             if not any(words in str(error) for words in COLLECTIVE_ERRORS):
                 return LearnerError(f"rank {rank} of the learner failed: {error}")
@@ -161,9 +184,10 @@ def start_ranks(
     placements: Sequence[ActorOptions],
     world: World,
 ) -> RankProcesses:
-    """Start the ranks at `placements`, or all of them beside this process. They meet and load the model. Blocking.
-    Raises `LearnerError`."""
-    learner, plain = config.learner, config_to_dict(config)
+    """Start the ranks at `placements`, or all of them beside this process. They meet and load the
+    model. Blocking. Raises `LearnerError`."""
+    learner = config.learner
+    plain = config_to_dict(config)
     actors = [
         world.actors.spawn_actor(
             actor_class,
@@ -174,11 +198,15 @@ def start_ranks(
             name=f"learner-rank-{rank}",
             actor_options=place,
         )
-        for rank, place in enumerate(placements or [rank_placement(config)] * learner.parallel.world_size)
+        for rank, place in enumerate(
+            placements or [rank_placement(config)] * learner.parallel.world_size
+        )
     ]
     calls = RankCalls(world.actors, actors)
     processes = calls.call_all("describe_process", timeout=learner.start_timeout)
     alone = len({host for _, host in processes}) == 1
-    ((address, port),) = calls.wait_all([calls.begin_call(0, "open_store", alone)], learner.start_timeout)
+    ((address, port),) = calls.wait_all(
+        [calls.begin_call(0, "open_store", alone)], learner.start_timeout
+    )
     loaded = calls.call_all("load_model", address, port, alone, timeout=learner.start_timeout)
     return RankProcesses(calls, loaded[0], processes)

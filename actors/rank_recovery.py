@@ -22,8 +22,8 @@ COPYING_METHODS = LocalRank.snapshot_weights, LocalRank.stage_checkpoint
 
 @dataclass(frozen=True, eq=False)
 class RankCall(Generic[R]):
-    """A call of a method of `LocalRank` that every rank made. If it `is_divided`, each data-parallel rank gets its own
-    item of `args`; otherwise all ranks get all of them."""
+    """A call of a method of `LocalRank` that every rank made. If it `is_divided`, each
+    data-parallel rank gets its own item of `args`; otherwise all ranks get all of them."""
 
     method: Callable[..., R]
     args: tuple[Any, ...] = ()
@@ -39,12 +39,13 @@ class RankCall(Generic[R]):
 class RecoveryLog:
     """A base state, and the changes since, in order.
 
-    The base does not move past a change whose copy has yet to be written, because ranks that are started again have to
-    copy exactly those weights. The copy of the state waits then, and no other copy is due. So there are at most two.
+    The base does not move past a change whose copy has yet to be written, because ranks that are
+    started again have to copy exactly those weights. The copy of the state waits then, and no other
+    copy is due. So there are at most two.
 
     Attributes:
-        base: Copies of their state that the ranks made, one each; the path of a checkpoint; or None for the start
-            model.
+        base: Copies of their state that the ranks made, one each; the path of a checkpoint; or None
+            for the start model.
         copy_steps: Steps between two copies; 0 keeps nothing.
         calls: Changes since the base.
     """
@@ -54,8 +55,8 @@ class RecoveryLog:
         self.base: Path | tuple[Any, ...] | None = None
         self.calls: list[RankCall[Any]] = []
         self._pending_copy: tuple[int, tuple[Any, ...] | None] | None = None
-        """Number of changes after which a copy of the state was made, and that copy, while the base cannot move to it;
-        None as long as it is not here."""
+        """Number of changes after which a copy of the state was made, and that copy, while the base
+        cannot move to it; None as long as it is not here."""
 
     @property
     def repeated_steps(self) -> int:
@@ -65,7 +66,11 @@ class RecoveryLog:
     @property
     def is_copy_due(self) -> bool:
         """True if the ranks should copy their state now, after the last change."""
-        return bool(self.copy_steps) and self._pending_copy is None and self.repeated_steps >= self.copy_steps
+        return (
+            bool(self.copy_steps)
+            and self._pending_copy is None
+            and self.repeated_steps >= self.copy_steps
+        )
 
     @property
     def has_pending_copy(self) -> bool:
@@ -78,7 +83,8 @@ class RecoveryLog:
 
     def set_checkpoint(self, checkpoint: Path) -> None:
         """Begin the log anew: the ranks have the state of a checkpoint."""
-        self.base, self._pending_copy = checkpoint, None
+        self.base = checkpoint
+        self._pending_copy = None
         self.calls.clear()
 
     def begin_copy(self) -> None:
@@ -86,7 +92,8 @@ class RecoveryLog:
         self._pending_copy = len(self.calls), None
 
     def set_copies(self, copies: Sequence[Any]) -> None:
-        """Add the copies that were expected, and move the base to them as soon as that is possible."""
+        """Add the copies that were expected, and move the base to them as soon as
+        that is possible."""
         if self._pending_copy is not None:
             self._pending_copy = self._pending_copy[0], tuple(copies)
             self._advance_base()
@@ -97,10 +104,12 @@ class RecoveryLog:
             self._pending_copy = None
 
     def mark_written(self, method: Callable[..., object], *, before_copy: bool = False) -> None:
-        """Remove the oldest call of a method that copies: its copy is written, or never will be. With `before_copy`,
-        only if the pending copy of the state came after it."""
+        """Remove the oldest call of a method that copies: its copy is written, or never will be.
+        With `before_copy`, only if the pending copy of the state came after it."""
         index = next((i for i, call in enumerate(self.calls) if call.method == method), None)
-        if index is None or (before_copy and (self._pending_copy is None or index >= self._pending_copy[0])):
+        if index is None or (
+            before_copy and (self._pending_copy is None or index >= self._pending_copy[0])
+        ):
             return
         del self.calls[index]
         if self._pending_copy is not None and index < self._pending_copy[0]:
@@ -112,10 +121,13 @@ class RecoveryLog:
             return
         count, copies = self._pending_copy
         if copies is not None and not any(change.needs_write for change in self.calls[:count]):
-            self.base, self._pending_copy = copies, None
+            self.base = copies
+            self._pending_copy = None
             del self.calls[:count]
 
     def disable(self) -> None:
         """Forget everything, and keep nothing from now on."""
-        self.copy_steps, self.base, self._pending_copy = 0, None, None
+        self.copy_steps = 0
+        self.base = None
+        self._pending_copy = None
         self.calls.clear()

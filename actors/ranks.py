@@ -1,5 +1,5 @@
-"""The learner's ranks: one in this process, or several actors that are called as one, with a log of what they have to
-repeat after a loss."""
+"""The learner's ranks: one in this process, or several actors that are called as one, with a log of
+what they have to repeat after a loss."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ R = TypeVar("R")
 
 
 class RemoteRanks:
-    """The ranks as actors, with the same calls as `LocalRank`, which are made on all ranks at once. The first rank
-    answers for all; it is on this host.
+    """The ranks as actors, with the same calls as `LocalRank`, which are made on all ranks at once.
+    The first rank answers for all; it is on this host.
 
-    Ranks of one host are started again if one is lost. The caller waits meanwhile and notices nothing else. The ranks
-    begin with the copies of their state that they made last (`supervise.copy_steps`), repeat the calls that came after
-    these, and then the call during which one was lost. So the same weights follow, bit by bit, if the same computation
-    gives the same bits. A call raises `RankLost` if they cannot be started again: ranks of several hosts,
-    `weights.backend = "nccl"`, no copies, or one lost `supervise.max_rank_restarts` times without a step in between.
+    Ranks of one host are started again if one is lost. The caller waits meanwhile and notices
+    nothing else. The ranks begin with the copies of their state that they made last
+    (`supervise.copy_steps`), repeat the calls that came after these, and then the call during which
+    one was lost. So the same weights follow, bit by bit, if the same computation gives the same
+    bits. A call raises `RankLost` if they cannot be started again: ranks of several hosts,
+    `weights.backend = "nccl"`, no copies, or one lost `supervise.max_rank_restarts` times without a
+    step in between.
     """
 
     actor_class: type[RankActor] = RankActor
@@ -61,15 +63,17 @@ class RemoteRanks:
             start_ranks: `start_ranks()` starts the ranks once more.
             write_sizes: Sizes of a version and a checkpoint; see `read_write_sizes`.
         """
-        self._config, self._world, self._ranks, self._start_ranks, self._report_event = (
-            config,
-            world,
-            ranks,
-            start_ranks,
-            report_event,
+        self._config = config
+        self._world = world
+        self._ranks = ranks
+        self._start_ranks = start_ranks
+        self._report_event = report_event
+        self._version_write_seconds = config.weights.resolve_write_timeout(
+            write_sizes.version_bytes
         )
-        self._version_write_seconds = config.weights.resolve_write_timeout(write_sizes.version_bytes)
-        self._checkpoint_write_seconds = config.checkpoint.resolve_write_timeout(write_sizes.checkpoint_bytes)
+        self._checkpoint_write_seconds = config.checkpoint.resolve_write_timeout(
+            write_sizes.checkpoint_bytes
+        )
         self._publisher: ShardedVersionStore | None = None
         self._folder: PartFolder | None = None
         """Folder of this host's parts of versions."""
@@ -81,13 +85,13 @@ class RemoteRanks:
             config.supervise.copy_steps if start_ranks is not None and ranks.is_one_host else 0
         )
         self._lock = world.threads.new_lock()
-        """Lock on the log and on the present ranks. It is held while the ranks start again: who waits for it has to
-        wait for them."""
+        """Lock on the log and on the present ranks. It is held while the ranks start again: who
+        waits for it has to wait for them."""
         self._begun_copies: list[Any] = []
         """The calls that hand over the ranks' copies, while these are not all here."""
         self._closed = self._writing_checkpoint = False
-        """Flags; `_writing_checkpoint` is True while the state that the ranks staged for a checkpoint is being
-        written."""
+        """Flags; `_writing_checkpoint` is True while the state that the ranks staged for a
+        checkpoint is being written."""
         self._consecutive_restarts = 0
         """Number of restarts without a step in between."""
         self.restarts = 0
@@ -102,12 +106,19 @@ class RemoteRanks:
         world: World = REAL_WORLD,
         report_event: EventReporter = ignore_event,
     ) -> RemoteRanks:
-        """Start the ranks at `placements`, or all of them beside this process. They meet and load the model. Blocking.
-        Raises `LearnerError`."""
-        start = partial(start_ranks, cls.actor_class, config, model_path, run_dir, placements, world)
+        """Start the ranks at `placements`, or all of them beside this process. They meet and load
+        the model. Blocking. Raises `LearnerError`."""
+        start = partial(
+            start_ranks, cls.actor_class, config, model_path, run_dir, placements, world
+        )
         try:
             return cls(
-                config, start(), world, start, report_event, read_write_sizes(config, model_path, files=world.files)
+                config,
+                start(),
+                world,
+                start,
+                report_event,
+                read_write_sizes(config, model_path, files=world.files),
             )
         except RankLost as error:  # the same start would end in the same way
             raise LearnerError(str(error)) from error
@@ -124,11 +135,14 @@ class RemoteRanks:
     def is_one_host(self) -> bool:
         return self._ranks.is_one_host
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
-    def _call_with_restarts(self, call: Callable[[RankCalls], R], change: RankCall[Any] | None = None) -> R:
-        """Return the result of `call`, which is repeated if a rank was lost. A `change` of the ranks' state is also
-        repeated if they were restarted meanwhile, and is then added to the log."""
+    def _call_with_restarts(
+        self, call: Callable[[RankCalls], R], change: RankCall[Any] | None = None
+    ) -> R:
+        """Return the result of `call`, which is repeated if a rank was lost. A `change` of
+        the ranks' state is also repeated if they were restarted meanwhile, and is then
+        added to the log."""
         while True:
             ranks = self._ranks
             try:
@@ -164,10 +178,16 @@ class RemoteRanks:
             self._recovery_log.set_checkpoint(checkpoint)
 
     def train_minibatches(
-        self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
+        self,
+        minibatches: Sequence[Sequence[Sequence[MicroBatch]]],
+        *,
+        version: int,
+        trace: bool = False,
     ) -> list[MinibatchResult]:
         """Implement `trainer.LearnerRanks.train_minibatches`."""
-        shares = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
+        shares = [
+            [[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)
+        ]
         answers = self._run_step(LocalRank.train_minibatches, shares, version=version, trace=trace)
         return [
             msgspec.structs.replace(
@@ -179,17 +199,21 @@ class RemoteRanks:
         ]
 
     def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Make a supervised step like `LocalRank.train_supervised`, with the micro-batches of every data-parallel
-        rank."""
+        """Make a supervised step like `LocalRank.train_supervised`, with the micro-batches of every
+        data-parallel rank."""
         return self._run_step(LocalRank.train_supervised, [[mine] for mine in shares])[0]
 
-    def compute_supervised_loss(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
-        """Compute a supervised loss like `LocalRank.compute_supervised_loss`, with the micro-batches of every
-        data-parallel rank."""
+    def compute_supervised_loss(
+        self, shares: Sequence[Sequence[MicroBatch]]
+    ) -> tuple[float, float]:
+        """Compute a supervised loss like `LocalRank.compute_supervised_loss`, with the
+        micro-batches of every data-parallel rank."""
         call = self._divide_call(LocalRank.compute_supervised_loss, [[mine] for mine in shares])
         return self._call_with_restarts(lambda calls: self._make_call(calls, call))[0]
 
-    def _divide_call(self, method: Callable[..., R], shares: Sequence[Any], **options: Any) -> RankCall[R]:
+    def _divide_call(
+        self, method: Callable[..., R], shares: Sequence[Any], **options: Any
+    ) -> RankCall[R]:
         shared = tuple(self._ranks.calls.put_shared(each) for each in shares)
         return RankCall(method, shared, options, is_divided=True)
 
@@ -200,15 +224,18 @@ class RemoteRanks:
         p = self._config.learner.parallel
         # Megatron's order of ranks: tp varies fastest, then cp, dp and pp.
         shares = [call.args[rank // (p.tp * p.cp) % p.dp] for rank in range(p.world_size)]
-        begun = [calls.begin_local_rank(r, call.method, share, **call.options) for r, share in enumerate(shares)]
+        begun = [
+            calls.begin_local_rank(r, call.method, share, **call.options)
+            for r, share in enumerate(shares)
+        ]
         return calls.wait_all(begun)
 
     def _run_step(self, method: Callable[..., R], shares: Sequence[Any], **options: Any) -> list[R]:
         change = self._divide_call(method, shares, **options)
         answers = self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
         self._consecutive_restarts = 0
-        # A copy has waited for a step by now. If it waits for a checkpoint, that was given up before any of it was
-        # written.
+        # A copy has waited for a step by now. If it waits for a checkpoint, that was given up
+        # before any of it was written.
         if self._recovery_log.has_pending_copy and not self._writing_checkpoint:
             with self._lock:
                 self._recovery_log.mark_written(LocalRank.stage_checkpoint, before_copy=True)
@@ -226,9 +253,11 @@ class RemoteRanks:
         self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
 
     def set_weight_transport(self, backend: str, sender_keys: ServerKeys | None = None) -> None:
-        """Set the transport of the weights like `LocalRank.set_weight_transport`. The ranks of each host write one file
-        together. Those of other hosts than this one have them served with `sender_keys`."""
-        self._transport, self._sender_keys = backend, sender_keys
+        """Set the transport of the weights like `LocalRank.set_weight_transport`. The ranks of
+        each host write one file together. Those of other hosts than this one have them served
+        with `sender_keys`."""
+        self._transport = backend
+        self._sender_keys = sender_keys
         if backend == "nccl":  # engines would wait for what lost ranks should have sent
             with self._lock:
                 self._recovery_log.disable()
@@ -239,9 +268,11 @@ class RemoteRanks:
         )
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> TransferOffer:
-        """Write a version like `LocalRank.write_version`: each rank writes its part. With NCCL, the first rank sends it
-        from its GPU."""
-        publication = self._call_with_restarts(lambda calls: self._write_version(calls, versions_in_use))
+        """Write a version like `LocalRank.write_version`: each rank writes its part. With NCCL, the
+        first rank sends it from its GPU."""
+        publication = self._call_with_restarts(
+            lambda calls: self._write_version(calls, versions_in_use)
+        )
         with self._lock:
             self._recovery_log.mark_written(LocalRank.snapshot_weights)
             with contextlib.suppress(LearnerError):  # a lost rank has lost its snapshot, too
@@ -251,38 +282,53 @@ class RemoteRanks:
     def _write_version(self, calls: RankCalls, versions_in_use: Sequence[int]) -> TransferOffer:
         if self._publisher is None:
             # The first rank refuses it: there is no transport yet.
-            writing = calls.begin_local_rank(0, LocalRank.write_version, versions_in_use, lane=WRITE_LANE)
+            writing = calls.begin_local_rank(
+                0, LocalRank.write_version, versions_in_use, lane=WRITE_LANE
+            )
             return calls.wait_all([writing], self._version_write_seconds, independent=True)[0]
         publication = self._publisher.publish_shares(versions_in_use)
         if not self._ranks.is_one_host:
-            publication = msgspec.structs.replace(publication, transport_data=self._serve_parts(publication))
+            publication = msgspec.structs.replace(
+                publication, transport_data=self._serve_parts(publication)
+            )
         if self._transport == "nccl":
-            announcing = calls.begin_local_rank(0, LocalRank.announce_version, publication.manifest, lane=WRITE_LANE)
+            announcing = calls.begin_local_rank(
+                0, LocalRank.announce_version, publication.manifest, lane=WRITE_LANE
+            )
             (publication,) = calls.wait_all([announcing])
         return publication
 
     def _call_writers(self, name: str, args_by_rank: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call the method `name` of every rank with arguments, in its thread for writing; see `sharded_store.CallRanks`."""
-        chosen = {rank: ("call_method", name, *args) for rank, args in enumerate(args_by_rank) if args is not None}
+        """Call the method `name` of every rank with arguments, in its thread for writing; see
+        `sharded_store.CallRanks`."""
+        chosen = {
+            rank: ("call_method", name, *args)
+            for rank, args in enumerate(args_by_rank)
+            if args is not None
+        }
         answers = self._call_in_write_lane(chosen)
         return [answers.get(rank) for rank in range(len(args_by_rank))]
 
     def _call_hosts(self, name: str, args_by_host: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call the method `name` of the `PartFolder` of every host with arguments; see `sharded_store.CallHosts`. That of
-        this host is in this process, and outlives a rank."""
+        """Call the method `name` of the `PartFolder` of every host with arguments; see
+        `sharded_store.CallHosts`. That of this host is in this process, and outlives a rank."""
         first_ranks = [ranks[0] for ranks in self._ranks.ranks_by_host]
         pairs = list(zip(first_ranks, args_by_host, strict=True))[1:]
         answers = self._call_in_write_lane(
             {r: ("call_part_folder", name, *args) for r, args in pairs if args is not None}
         )
-        if (args := args_by_host[0]) is not None:
+        args = args_by_host[0]
+        if args is not None:
             answers[first_ranks[0]] = getattr(self._folder, name)(*args)
         return [answers.get(rank) for rank in first_ranks]
 
     def _call_in_write_lane(self, calls_by_rank: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of the actors of some ranks, in their threads for writing, and return the results by rank."""
+        """Call a method of the actors of some ranks, in their threads for writing, and return the
+        results by rank."""
         calls = self._ranks.calls
-        begun = [calls.begin_call(rank, *call, lane=WRITE_LANE) for rank, call in calls_by_rank.items()]
+        begun = [
+            calls.begin_call(rank, *call, lane=WRITE_LANE) for rank, call in calls_by_rank.items()
+        ]
         answers = calls.wait_all(begun, self._version_write_seconds, independent=True)
         return dict(zip(calls_by_rank, answers, strict=True))
 
@@ -291,41 +337,58 @@ class RemoteRanks:
         own, *others = publication.transport_data
         ranks = [ranks[0] for ranks in self._ranks.ranks_by_host[1:]]
         endpoints = self._call_in_write_lane(
-            {rank: ("serve_parts", self._sender_keys, p.file_paths) for rank, p in zip(ranks, others, strict=True)}
+            {
+                rank: ("serve_parts", self._sender_keys, p.file_paths)
+                for rank, p in zip(ranks, others, strict=True)
+            }
         )
         self._sender_ranks |= {endpoint: rank for rank, endpoint in endpoints.items()}
-        return [own, *(msgspec.structs.replace(p, endpoint=endpoints[r]) for r, p in zip(ranks, others, strict=True))]
+        return [
+            own,
+            *(
+                msgspec.structs.replace(p, endpoint=endpoints[r])
+                for r, p in zip(ranks, others, strict=True)
+            ),
+        ]
 
     def revive_sender(self, parts: Sequence[PublishedPart]) -> tuple[str, str]:
-        """Have the sender of one host, which serves these parts, replaced by a new one if it does not answer. Returns
-        the host, and the sender's address."""
+        """Have the sender of one host, which serves these parts, replaced by a new one if it does
+        not answer. Returns the host, and the sender's address."""
         rank = self._sender_ranks[parts[0].endpoint]
         paths = {name: path for part in parts for name, path in part.file_paths.items()}
-        endpoint: str = self._call_in_write_lane({rank: ("serve_parts", self._sender_keys, paths)})[rank]
+        endpoint: str = self._call_in_write_lane({rank: ("serve_parts", self._sender_keys, paths)})[
+            rank
+        ]
         self._sender_ranks[endpoint] = rank
         return self.processes[rank][1], endpoint
 
     def join_parts(self, parts: Sequence[PublishedPart], path: Path) -> None:
-        """Have all hosts write their parts of a version into one file, of a directory that they share. Raises `OSError`
-        for a version that is not kept any more."""
+        """Have all hosts write their parts of a version into one file, of a directory that they
+        share. Raises `OSError` for a version that is not kept any more."""
         if not parts:
             raise FileNotFoundError("this version of the weights is not kept any more")
         *starts, nbytes = [0, *itertools.accumulate(part.nbytes for part in parts)]
         with self._world.files.open(path, exclusive=True) as file:
             file.truncate(nbytes)
         self._call_hosts(
-            "copy_part", [(part.path, str(path), start) for part, start in zip(parts, starts, strict=True)]
+            "copy_part",
+            [(part.path, str(path), start) for part, start in zip(parts, starts, strict=True)],
         )
 
     def write_checkpoint(self, directory: Path) -> list[FileEntry]:
         """Write a checkpoint like `LocalRank.write_checkpoint`: each rank writes its own file."""
-        timeout, files = self._checkpoint_write_seconds, self._world.files
+        timeout = self._checkpoint_write_seconds
+        files = self._world.files
 
         def write(calls: RankCalls) -> list[FileEntry]:
             for name in files.list_names(directory):  # files that lost ranks began to write
                 files.remove(directory / name)
             written = calls.call_local_ranks(
-                LocalRank.write_checkpoint, directory, lane=CHECKPOINT_LANE, timeout=timeout, independent=True
+                LocalRank.write_checkpoint,
+                directory,
+                lane=CHECKPOINT_LANE,
+                timeout=timeout,
+                independent=True,
             )
             return [record for records in written for record in records]
 
@@ -341,16 +404,19 @@ class RemoteRanks:
         """End the ranks' processes, and remove the versions from their hosts."""
         self._closed = True
         if self._publisher is not None:
-            with contextlib.suppress(LearnerError, OSError):  # what is left, the next run there removes
+            # What is left, the next run there removes.
+            with contextlib.suppress(LearnerError, OSError):
                 self._call_hosts("close", [()] * len(self._ranks.ranks_by_host))
         self._ranks.calls.kill_ranks()
 
-    # -- after the loss of a rank ----------------------------------------------------------------------------------
+    # -- after the loss of a rank ------------------------------------------------------------------
 
     def _begin_copy(self) -> None:
-        """Have every rank copy its state, and hand the copy over beside the next steps to where it outlives the rank:
-        the result of an actor's call belongs to the caller, and is in shared memory of the actor's host."""
-        ranks, calls = self._ranks, self._ranks.calls
+        """Have every rank copy its state, and hand the copy over beside the next steps to where it
+        outlives the rank: the result of an actor's call belongs to the caller, and is in shared
+        memory of the actor's host."""
+        ranks = self._ranks
+        calls = self._ranks.calls
         try:
             if not self._copies_fit(calls):
                 return
@@ -367,7 +433,8 @@ class RemoteRanks:
 
     def _finish_copy(self) -> None:
         """Keep the copies that are being handed over, if all of them are here."""
-        ranks, waiting = self._ranks, list(self._begun_copies)
+        ranks = self._ranks
+        waiting = list(self._begun_copies)
         while waiting:
             ready, waiting = self._world.actors.wait_for_call(waiting, 0.0)
             if not ready:
@@ -378,31 +445,44 @@ class RemoteRanks:
             return self._restart_ranks(ranks, lost)
         with self._lock:
             if ranks is self._ranks and self._begun_copies:
-                copies, self._begun_copies = self._begun_copies, []
+                copies = self._begun_copies
+                self._begun_copies = []
                 self._recovery_log.set_copies(copies)
 
     def _copies_fit(self, calls: RankCalls) -> bool:
-        """Return True if the host's object store can hold two copies. It is checked until there is a copy."""
+        """Return True if the host's object store can hold two copies. It is checked until
+        there is a copy."""
         if not isinstance(self._recovery_log.base, tuple):
-            nbytes, host = sum(calls.call_local_ranks(LocalRank.estimate_copy_bytes)), self.processes[0][1]
+            nbytes = sum(calls.call_local_ranks(LocalRank.estimate_copy_bytes))
+            host = self.processes[0][1]
             store = next(
-                (node.object_store_bytes for node in self._world.actors.list_nodes() if node.name == host), math.inf
+                (
+                    node.object_store_bytes
+                    for node in self._world.actors.list_nodes()
+                    if node.name == host
+                ),
+                math.inf,
             )
             if 2 * nbytes > store:
-                self._report_event("ranks_not_copied", bytes=nbytes, store=int(store), hint=OBJECT_STORE_HINT)
+                self._report_event(
+                    "ranks_not_copied", bytes=nbytes, store=int(store), hint=OBJECT_STORE_HINT
+                )
                 with self._lock:
                     self._recovery_log.disable()
         return bool(self._recovery_log.copy_steps)
 
     def _restart_ranks(self, lost_ranks: RankProcesses, lost: RankLost) -> None:
-        """Start all ranks again, unless another thread has done so. Raises `RankLost` if that is not possible."""
+        """Start all ranks again, unless another thread has done so. Raises `RankLost` if that
+        is not possible."""
         with self._lock:
             if self._ranks is not lost_ranks or self._closed:
                 if self._closed:
                     raise lost
                 return
-            clock, log = self._world.clock.monotonic, self._recovery_log
-            began, reason = clock(), str(lost).partition("\n")[0]
+            clock = self._world.clock.monotonic
+            log = self._recovery_log
+            began = clock()
+            reason = str(lost).partition("\n")[0]
             pids = [pid for pid, _ in lost_ranks.processes]
             self._report_event("rank_lost", error=reason, pids=pids, restarts=self.restarts)
             while True:
@@ -435,8 +515,10 @@ class RemoteRanks:
             )
 
     def _restore_ranks(self, ranks: RankProcesses) -> RankProcesses:
-        """Give new ranks the state of the lost ones, and the copies that wait to be written. Returns `ranks`."""
-        calls, log = ranks.calls, self._recovery_log
+        """Give new ranks the state of the lost ones, and the copies that wait to be written.
+        Returns `ranks`."""
+        calls = ranks.calls
+        log = self._recovery_log
         if self._transport:
             calls.call_local_ranks(LocalRank.set_weight_transport, self._transport, True)
         if isinstance(log.base, Path):
@@ -449,8 +531,9 @@ class RemoteRanks:
 
 
 OBJECT_STORE_HINT = (
-    "the host's object store of Ray cannot hold two copies of the ranks' state: if a rank is lost, the run restarts from its "
-    "newest checkpoint. Start Ray with a larger --object-store-memory, or set supervise.copy_steps=0"
+    "the host's object store of Ray cannot hold two copies of the ranks' state: if a rank is lost, "
+    "the run restarts from its newest checkpoint. Start Ray with a larger --object-store-memory, "
+    "or set supervise.copy_steps=0"
 )
 
 
@@ -462,7 +545,8 @@ def load_learner(
     world: World = REAL_WORLD,
     report_event: EventReporter = ignore_event,
 ) -> LocalRank | RemoteRanks:
-    """Load the learner: one rank in this process, or several as actors. See `LocalRank.load` and `RemoteRanks.load`."""
+    """Load the learner: one rank in this process, or several as actors. See `LocalRank.load` and
+    `RemoteRanks.load`."""
     if config.learner.parallel.world_size == 1:
         return LocalRank.load(config, model_path, world)
     return RemoteRanks.load(config, model_path, run_dir, placements, world, report_event)

@@ -21,35 +21,43 @@ from r3async.world.files import make_directory, read_file, replace_file
 
 from .process import RunFailed
 
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+)
 """Suffixes of the files that are not sent."""
 MAX_MODEL_FILES_BYTES = 512 * 2**20
 """Maximum bytes of all files that are sent."""
 
 
 class RemoteModelFiles(NamedTuple):
-    """A model directory at `path` on the host where the run was started. `files_ref` is the reference that `Actors.put`
-    returned for the files in it that are not weights."""
+    """A model directory at `path` on the host where the run was started. `files_ref` is the
+    reference that `Actors.put` returned for the files in it that are not weights."""
 
     path: str
     files_ref: Any
 
 
 def publish_model_files(world: World, path: Path) -> RemoteModelFiles:
-    """Publish the files of a model directory, except its weights, for hosts that do not have it. Raises `RunFailed` if
-    they are too large for a model without its weights."""
-    files, given, total = world.files, dict[str, bytes](), 0
+    """Publish the files of a model directory, except its weights, for hosts that do not have it.
+    Raises `RunFailed` if they are too large for a model without its weights."""
+    files = world.files
+    given = dict[str, bytes]()
+    total = 0
     for name in files.list_names(path):
         found = files.stat(path / name)
         if found is None or found.is_directory or Path(name).suffix in WEIGHT_SUFFIXES:
             continue
         given[name] = read_file(path / name, files=files)
-        if (total := total + len(given[name])) > MAX_MODEL_FILES_BYTES:
+        total = total + len(given[name])
+        if total > MAX_MODEL_FILES_BYTES:
             raise RunFailed(
-                f"{path} has more than {MAX_MODEL_FILES_BYTES:,} bytes beside its weights: is it a model directory?"
+                f"{path} has more than {MAX_MODEL_FILES_BYTES:,} bytes beside its weights: is it a "
+                "model directory?"
             )
-    if TENSOR_NAMES_FILE not in given and (names := _tensor_names(path, world)):
-        given[TENSOR_NAMES_FILE] = msgspec.json.encode(names)
+    if TENSOR_NAMES_FILE not in given:
+        names = _tensor_names(path, world)
+        if names:
+            given[TENSOR_NAMES_FILE] = msgspec.json.encode(names)
     return RemoteModelFiles(str(path), world.actors.put(given))
 
 
@@ -62,11 +70,12 @@ def _tensor_names(path: Path, world: World) -> list[str]:
 
 
 def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path) -> str:
-    """Return the directory of the model on this host. Its files are written there if the host does not have it.
-    Blocking."""
+    """Return the directory of the model on this host. Its files are written there if the host does
+    not have it. Blocking."""
     if isinstance(model, str):
         return model
-    files, path = world.files, Path(model.path)
+    files = world.files
+    path = Path(model.path)
     if files.stat(path / "config.json") is not None:
         return model.path
     here = run_dir / "model-of-the-run"
@@ -77,16 +86,18 @@ def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path
 
 
 def shares_run_directory(run_dir: Path, lineage: int, files: Files) -> bool:
-    """Return True if this host sees the run's directory: the start with this lineage was noted there before any of its
-    processes began."""
+    """Return True if this host sees the run's directory: the start with this lineage was noted
+    there before any of its processes began."""
     starts = read_run_starts(run_dir, files=files) or []
     return starts[-1:] != [] and starts[-1].lineage == lineage
 
 
 def check_shares_run_directory(info: Mapping[str, Any], run_dir: Path) -> None:
-    """Raise `RunFailed` if the learner, by what it reported about itself, would write where nobody finds it."""
+    """Raise `RunFailed` if the learner, by what it reported about itself, would write where
+    nobody finds it."""
     if not info.get("sees_run", True):
         raise RunFailed(
-            f"the learner is on host {info['host']}, which does not see {run_dir.absolute()}, where the run was started and "
-            "its records and checkpoints are: start the run on that host, or put its directory where both see it (--runs)"
+            f"the learner is on host {info['host']}, which does not see {run_dir.absolute()}, "
+            "where the run was started and its records and checkpoints are: start the run on that "
+            "host, or put its directory where both see it (--runs)"
         )

@@ -5,20 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from r3async.actors.placement import BundleShare, ProcessLayout, ResourceDemand, check_transfers, plan_free_layout
+from r3async.actors.placement import (
+    BundleShare,
+    ProcessLayout,
+    ResourceDemand,
+    check_transfers,
+    plan_free_layout,
+)
 from r3async.config import Config
-from r3async.world import ActorOptions, ClusterNode, InsufficientResourcesError, Reservation, ResourceBundle, World
+from r3async.world import (
+    ActorOptions,
+    ClusterNode,
+    InsufficientResourcesError,
+    Reservation,
+    ResourceBundle,
+    World,
+)
 
 from .process import RunFailed
 
-WRITE_LANE, CHECKPOINT_LANE = "write", "checkpoint"
-"""Names of a rank's own threads for `write_version` and `write_checkpoint`. Another thread makes every other call."""
+WRITE_LANE = "write"
+CHECKPOINT_LANE = "checkpoint"
+"""Names of a rank's own threads for `write_version` and `write_checkpoint`. Another thread makes
+every other call."""
 
 
 def rank_placement(config: Config) -> ActorOptions:
     """Return the options of a rank that is an actor, on the node of the process that starts it."""
     return ActorOptions(
-        config.learner.threads, max_concurrency=1, concurrency_groups=(WRITE_LANE, CHECKPOINT_LANE), same_node=True
+        config.learner.threads,
+        max_concurrency=1,
+        concurrency_groups=(WRITE_LANE, CHECKPOINT_LANE),
+        same_node=True,
     )
 
 
@@ -42,11 +60,11 @@ class RunPlacements:
 
 
 def reserve_placements(world: World, config: Config, with_engines: bool = True) -> RunPlacements:
-    """Reserve the places of a run, within `cluster.wait_seconds`. Blocking. `with_engines` is False for supervised
-    training.
+    """Reserve the places of a run, within `cluster.wait_seconds`. Blocking. `with_engines` is False
+    for supervised training.
 
-    Raises `PlacementError` at once if the cluster cannot hold the run, `ConfigError` if its parts would not reach each
-    other there, and `RunFailed` if others use it.
+    Raises `PlacementError` at once if the cluster cannot hold the run, `ConfigError` if its parts
+    would not reach each other there, and `RunFailed` if others use it.
     """
     demand = ResourceDemand.from_config(config, with_engines)
     made: list[ProcessLayout] = []
@@ -65,7 +83,9 @@ def reserve_placements(world: World, config: Config, with_engines: bool = True) 
     layout = made[-1]
 
     def at(placement: ActorOptions, seat: BundleShare) -> ActorOptions:
-        return replace(placement, gpus=seat.gpus, same_node=False, reserved_bundle=(reservation, seat.bundle))
+        return replace(
+            placement, gpus=seat.gpus, same_node=False, reserved_bundle=(reservation, seat.bundle)
+        )
 
     generator = config.generator
     playing = ActorOptions(generator.threads, max_restarts=generator.max_restarts)

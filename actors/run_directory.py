@@ -49,11 +49,12 @@ class RunDirectory:
     resume_from: Checkpoint | None
     lock: RunLock
     began_without_checkpoint: bool = False
-    """True if the run began before and made no checkpoint: then the start model that it made is in the directory."""
+    """True if the run began before and made no checkpoint: then the start model that it made is
+    in the directory."""
 
     def find_start_model(self, config: Config, *, files: Files = REAL_WORLD.files) -> Path | None:
-        """Return the path of the start model: the configured one, or the one that the run began with; None if there is
-        none.
+        """Return the path of the start model: the configured one, or the one that the run began
+        with; None if there is none.
 
         Raises `CheckpointError` if it is not the model that it was then.
         """
@@ -61,7 +62,11 @@ class RunDirectory:
             path = Path(config.model.path).absolute()
         elif self.resume_from is None:
             made = self.path / "init"
-            return made.absolute() if self.began_without_checkpoint and files.stat(made / "config.json") else None
+            return (
+                made.absolute()
+                if self.began_without_checkpoint and files.stat(made / "config.json")
+                else None
+            )
         else:
             path = Path(self.resume_from.state.model_path)
             inside = self.path / path.name  # the run may have been moved
@@ -79,13 +84,14 @@ async def open_run_directory(
     *,
     world: World = REAL_WORLD,
 ) -> RunDirectory:
-    """Open `directory`, which is new, or as its newest intact checkpoint left it. `report_event` gets what is found among the
-    checkpoints.
+    """Open `directory`, which is new, or as its newest intact checkpoint left it. `report_event`
+    gets what is found among the checkpoints.
 
-    `resume = auto` resumes in a directory with checkpoints, and starts again in the directory of a run that made none
-    yet. `none` moves an existing directory aside. The path of a checkpoint, or of another run, begins a new run there
-    with the records of the old one. Raises `ConfigError` and `CheckpointError`, whose messages name what to do; then
-    nothing has changed, except that checkpoints which cannot be read are renamed to say so.
+    `resume = auto` resumes in a directory with checkpoints, and starts again in the directory of a
+    run that made none yet. `none` moves an existing directory aside. The path of a checkpoint, or
+    of another run, begins a new run there with the records of the old one. Raises `ConfigError` and
+    `CheckpointError`, whose messages name what to do; then nothing has changed, except that
+    checkpoints which cannot be read are renamed to say so.
     """
     files = world.files
     if _has_content(directory, files):
@@ -93,7 +99,9 @@ async def open_run_directory(
             aside = await _move_aside(directory, print_line, world)
             print_line(f"{directory} is kept as {aside}")
         elif (
-            CheckpointDirectory.from_config(config, directory, report_event=report_event, files=files).is_empty
+            CheckpointDirectory.from_config(
+                config, directory, report_event=report_event, files=files
+            ).is_empty
             and read_run_starts(directory, files=files) is None
         ):
             raise _make_foreign_directory_error(directory)
@@ -101,9 +109,9 @@ async def open_run_directory(
     fsync_with_parents(directory, files=files)  # `checkpoints` in it, too
     lock = await _acquire_lock(directory, print_line, world)
     try:
-        mark_run_directory(
-            directory, files=files
-        )  # first of all: whatever ends this process from now on, the directory is known as that of a run
+        # First of all: whatever ends this process from now on, the directory is known
+        # as that of a run.
+        mark_run_directory(directory, files=files)
         make_directory(directory / "logs", files=files)
         resume = _open_resume_checkpoint(config, directory, print_line, report_event, files)
         began = resume is None and _restart_without_checkpoint(config, directory, print_line, world)
@@ -115,8 +123,11 @@ async def open_run_directory(
     return RunDirectory(directory, resume, lock, began)
 
 
-def check_run_directory(config: Config, directory: Path, *, files: Files = REAL_WORLD.files) -> None:
-    """Raise `ConfigError` or `CheckpointError` where `open_run_directory` would refuse the settings. Changes nothing.
+def check_run_directory(
+    config: Config, directory: Path, *, files: Files = REAL_WORLD.files
+) -> None:
+    """Raise `ConfigError` or `CheckpointError` where `open_run_directory` would refuse the
+    settings. Changes nothing.
 
     Only the newest checkpoint is looked at, and its tensors are not verified.
     """
@@ -139,25 +150,29 @@ def check_run_directory(config: Config, directory: Path, *, files: Files = REAL_
 
 def _make_foreign_directory_error(directory: Path) -> ConfigError:
     return ConfigError(
-        f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to resume from; choose another "
-        'name, or set resume="none", which keeps it under another one'
+        f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to resume "
+        'from; choose another name, or set resume="none", which keeps it under another one'
     )
 
 
 def _has_content(directory: Path, files: Files) -> bool:
-    """Return True if the directory has content. A lock, and a file that was being written when its process was killed,
-    do not count."""
+    """Return True if the directory has content. A lock, and a file that was being written when its
+    process was killed, do not count."""
     return any(not name.startswith(".") for name in files.list_names(directory))
 
 
-def _restart_without_checkpoint(config: Config, directory: Path, say: Callable[[str], object], world: World) -> bool:
-    """Return True if a run began here and made no checkpoint; then its records are cut back to nothing. Raises
-    `CheckpointError` if it had other settings than it needs now."""
+def _restart_without_checkpoint(
+    config: Config, directory: Path, say: Callable[[str], object], world: World
+) -> bool:
+    """Return True if a run began here and made no checkpoint; then its records are cut back to
+    nothing. Raises `CheckpointError` if it had other settings than it needs now."""
     before = directory / "config.toml"
     if world.files.stat(before) is None:
         return False
     saved = decode_toml(read_file(before, files=world.files))
-    for key, (was, now) in check_resume_settings(config_to_dict(config_from_dict(saved)), config).items():
+    for key, (was, now) in check_resume_settings(
+        config_to_dict(config_from_dict(saved)), config
+    ).items():
         say(f"changed since the run began: {key} was {was!r}, is {now!r}")
     say(f"{directory} has no checkpoint yet: the run starts again, with what its spool has kept")
     events = open_event_log(directory, "driver", world=world)
@@ -166,16 +181,18 @@ def _restart_without_checkpoint(config: Config, directory: Path, say: Callable[[
     return True
 
 
-def _check_origin(opened: Checkpoint | None, checkpoints: CheckpointDirectory, directory: Path, files: Files) -> None:
-    """Raise `ConfigError` if a run without checkpoints of its own would resume from elsewhere than where it began: the
-    numbers of lineages belong to one line of descent."""
+def _check_origin(
+    opened: Checkpoint | None, checkpoints: CheckpointDirectory, directory: Path, files: Files
+) -> None:
+    """Raise `ConfigError` if a run without checkpoints of its own would resume from elsewhere than
+    where it began: the numbers of lineages belong to one line of descent."""
     starts = read_run_starts(directory, files=files) or []
     origin = describe_origin(opened, checkpoints.directory) if opened else ""
     if checkpoints.is_empty and starts and starts[-1].origin != origin:
         where = starts[-1].origin or "its start model"
         raise ConfigError(
-            f"{directory} holds a run that began from {where} and has no checkpoint of its own yet: set `resume` to that again, "
-            'choose another `name`, or set resume="none"'
+            f"{directory} holds a run that began from {where} and has no checkpoint of its own "
+            'yet: set `resume` to that again, choose another `name`, or set resume="none"'
         )
 
 
@@ -197,7 +214,8 @@ def _share_lock(lock: RunLock, directory: Path) -> None:
 
 def _in_use_error(directory: Path) -> ConfigError:
     return ConfigError(
-        f"{directory} is in use by another process, which writes to it: wait for it, or choose another name"
+        f"{directory} is in use by another process, which writes to it: wait for it, or "
+        "choose another name"
     )
 
 
@@ -209,12 +227,18 @@ async def restart_run(
     *,
     world: World = REAL_WORLD,
 ) -> RunDirectory:
-    """Prepare the restart of a run after one of its processes was lost: from the newest checkpoint, or from the
-    beginning if there is none."""
+    """Prepare the restart of a run after one of its processes was lost: from the newest checkpoint,
+    or from the beginning if there is none."""
     waiting = lambda: print_line("waiting for the other processes to end")  # noqa: E731
-    if not await run.lock.acquire_exclusive(LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic):
-        raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_WAIT_SECONDS:.0f} s")
-    checkpoints = CheckpointDirectory.from_config(config, run.path, report_event=report_event, files=world.files)
+    if not await run.lock.acquire_exclusive(
+        LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic
+    ):
+        raise ConfigError(
+            f"processes that write to {run.path} did not end within {LOCK_WAIT_SECONDS:.0f} s"
+        )
+    checkpoints = CheckpointDirectory.from_config(
+        config, run.path, report_event=report_event, files=world.files
+    )
     checkpoints.recover_directory()
     resume = checkpoints.recover_newest() or run.resume_from
     checkpoints.remove_later_evaluations(resume)
@@ -224,11 +248,17 @@ async def restart_run(
 
 
 def _open_resume_checkpoint(
-    config: Config, directory: Path, say: Callable[[str], object], report_event: EventReporter, files: Files
+    config: Config,
+    directory: Path,
+    say: Callable[[str], object],
+    report_event: EventReporter,
+    files: Files,
 ) -> Checkpoint | None:
-    """Return the checkpoint that `resume` means; None to begin. The records are rewound to it, and what came later is
-    set aside."""
-    checkpoints = CheckpointDirectory.from_config(config, directory, report_event=report_event, files=files)
+    """Return the checkpoint that `resume` means; None to begin. The records are rewound to it, and
+    what came later is set aside."""
+    checkpoints = CheckpointDirectory.from_config(
+        config, directory, report_event=report_event, files=files
+    )
     if config.resume == "none":
         checkpoints.recover_directory()
         checkpoints.supersede_later(-1)
@@ -259,14 +289,17 @@ def _open_resume_checkpoint(
 def _open_named_checkpoint(
     config: Config, checkpoints: CheckpointDirectory, directory: Path, files: Files
 ) -> Checkpoint:
-    """Return the checkpoint at the path `resume`, or the newest one of the run there. Raises if this run cannot resume
-    from it."""
+    """Return the checkpoint at the path `resume`, or the newest one of the run there. Raises if
+    this run cannot resume from it."""
     found = find_checkpoint(Path(config.resume), files=files)
     _check_resumable(found, config, directory)
-    if not checkpoints.is_empty and found.path.parent.absolute() != checkpoints.directory.absolute():
+    if (
+        not checkpoints.is_empty
+        and found.path.parent.absolute() != checkpoints.directory.absolute()
+    ):
         raise ConfigError(
-            f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
-            "another `name`"
+            f"`resume` = {config.resume!r} is of another run than {directory}, which has "
+            "checkpoints of its own: choose another `name`"
         )
     _check_origin(found, checkpoints, directory, files)
     return found
@@ -280,40 +313,54 @@ def _copy_file(path: Path, to: Path, files: Files) -> None:
 
 
 def _rewind_records(directory: Path, resume: Checkpoint | None, files: Files) -> None:
-    """Rewind the run's records to its checkpoint, or empty them if there is none, and remove the version with which a
-    probe failed."""
+    """Rewind the run's records to its checkpoint, or empty them if there is none, and remove the
+    version with which a probe failed."""
     files.remove_tree(directory / FAILED_MODEL_DIRECTORY)
-    lengths, kept = (resume.state.record_bytes, resume.state.record_kept) if resume else ({}, {})
+    if resume:
+        lengths = resume.state.record_bytes
+        kept = resume.state.record_kept
+    else:
+        lengths = {}
+        kept = {}
     rewind_records(directory, dict.fromkeys(RECORD_FILES, 0) | lengths, kept, files=files)
 
 
 def _ended_early(opened: Checkpoint, config: Config, directory: Path) -> bool:
-    """Return True if the checkpoint belongs to the run in `directory`, and that run was stopped or lost, or failed,
-    after its last step."""
+    """Return True if the checkpoint belongs to the run in `directory`, and that run was stopped or
+    lost, or failed, after its last step."""
     ours = CheckpointDirectory.from_config(config, directory).directory
     if opened.path.parent.absolute() != ours.absolute():
         return False
     events = read_json_objects(directory / EVENTS_FILE, files=opened.files)
-    status, _ = next((end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, ""))
+    status, _ = next(
+        (end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, "")
+    )
     return status not in ("finished", NOT_TRAINED)
 
 
-def _check_resumable(opened: Checkpoint, config: Config, directory: Path) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, with old and new values. Raises if the run cannot resume with them, or is over.
-    A run that made all its steps, and was stopped or lost while it evaluated or saved, is not over."""
+def _check_resumable(
+    opened: Checkpoint, config: Config, directory: Path
+) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ, with old and new values. Raises if the run cannot resume
+    with them, or is over. A run that made all its steps, and was stopped or lost while it evaluated
+    or saved, is not over."""
     changed = check_resume_settings(opened.state.config, config)
     if opened.state.steps > config.steps or (
         opened.state.steps == config.steps and not _ended_early(opened, config, directory)
     ):
         raise ConfigError(
-            f"the run has made {opened.state.steps} of {config.steps} steps: set `steps` to more, or choose another name"
+            f"the run has made {opened.state.steps} of {config.steps} steps: set `steps` to more, "
+            "or choose another name"
         )
     return changed
 
 
 async def _move_aside(directory: Path, say: Callable[[str], object], world: World) -> Path:
     number = 1
-    while world.files.stat(aside := directory.with_name(f"{directory.name}.superseded-{number}")) is not None:
+    while (
+        world.files.stat(aside := directory.with_name(f"{directory.name}.superseded-{number}"))
+        is not None
+    ):
         number += 1
     lock = await _acquire_lock(directory, say, world)  # do not move a run that still writes there
     try:

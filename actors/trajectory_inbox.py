@@ -24,7 +24,12 @@ from r3async.learner.advantages import group_has_variance
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
 from r3async.schedule.admission import compute_staleness_bound, count_slots, max_groups_for_step
 from r3async.schedule.groups import GroupBuffer, max_trajectory_bytes
-from r3async.schedule.task_failures import EpisodeEnd, FailureSource, TaskFailures, TrajectoryQuarantine
+from r3async.schedule.task_failures import (
+    EpisodeEnd,
+    FailureSource,
+    TaskFailures,
+    TrajectoryQuarantine,
+)
 from r3async.schedule.validation import find_invalid, validate_trajectories
 from r3async.transport.intake import RejectionError, TrajectoryConsumer
 from r3async.transport.ledger import TrajectoryLedger
@@ -43,8 +48,8 @@ COMMIT_CLOSE_SECONDS = 5.0
 
 
 class TrajectoryInbox(TrajectoryConsumer):
-    """The trajectories that the learner has received. It owns the receiver, the spool and the quarantine. All methods
-    belong to the event loop.
+    """The trajectories that the learner has received. It owns the receiver, the spool and the
+    quarantine. All methods belong to the event loop.
 
     Args:
         events: A structlog logger.
@@ -69,8 +74,14 @@ class TrajectoryInbox(TrajectoryConsumer):
         version: Callable[[], int],
     ):
         schedule = config.schedule
-        self._world, self._config, self._lineage, self._events = world, config, lineage, events
-        self.buffer, self.routing, self._vocab_size, self._version = buffer, routing, vocab_size, version
+        self._world = world
+        self._config = config
+        self._lineage = lineage
+        self._events = events
+        self.buffer = buffer
+        self.routing = routing
+        self._vocab_size = vocab_size
+        self._version = version
         self.staleness_bound = compute_staleness_bound(schedule)
         self._slot_count = count_slots(schedule)
         self._quarantine = TrajectoryQuarantine(
@@ -102,18 +113,21 @@ class TrajectoryInbox(TrajectoryConsumer):
             world=world,
         )
         self._is_recovering = False
-        """True while the trajectories being validated are those that the spool kept from before this start."""
+        """True while the trajectories being validated are those that the spool kept from
+        before this start."""
         self._expects_steps = True
         """False when the last step is trained."""
         self._rejected_failures = TaskFailures(
-            config.supervise.max_failed_fraction, schedule.group_size, self._slot_count + schedule.window
+            config.supervise.max_failed_fraction,
+            schedule.group_size,
+            self._slot_count + schedule.window,
         )
         self._commit_tasks: list[asyncio.Task[int]] = []
         self._arrival = asyncio.Event()
 
     async def start(self) -> str:
-        """Recover the trajectories that the spool kept, and bind the socket. Returns the endpoint at which generators
-        reach it."""
+        """Recover the trajectories that the spool kept, and bind the socket. Returns the endpoint
+        at which generators reach it."""
         self._is_recovering = True
         endpoint = resolve_endpoint(self._config, self._world, await self.receiver.start())
         self._is_recovering = False
@@ -121,14 +135,14 @@ class TrajectoryInbox(TrajectoryConsumer):
             self._events.info("spool_recovered", trajectories=self.receiver.recovered)
         return endpoint
 
-    # -- called by the receiver ------------------------------------------------------------------------------------
+    # -- called by the receiver --------------------------------------------------------------------
 
     def is_expected(self, group_index: int, trajectory_id: str) -> bool:
         return is_trajectory_of_group(group_index, trajectory_id, self._config.schedule.group_size)
 
     def find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
-        """Return the reasons, by index, why trajectories cannot be trained. Called off the event loop if they are
-        long."""
+        """Return the reasons, by index, why trajectories cannot be trained. Called off the event
+        loop if they are long."""
         check = partial(
             validate_trajectories,
             vocab_size=self._vocab_size,
@@ -144,12 +158,15 @@ class TrajectoryInbox(TrajectoryConsumer):
         return {at: str(error) for at, error in find_invalid(trajectories, check).items()}
 
     def admit_trajectory(self, trajectory: Trajectory) -> bool:
-        """Return True if the buffer needs this episode. Called before the trajectory is stored. Raises `RejectionError`
-        for a group that cannot have a slot."""
+        """Return True if the buffer needs this episode. Called before the trajectory is stored.
+        Raises `RejectionError` for a group that cannot have a slot."""
         beyond = len(self.buffer.consumed) + self._slot_count
         if trajectory.group_index >= beyond:
             # After a resume: it was made after steps that the resume took back.
-            raise RejectionError(f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can")
+            raise RejectionError(
+                f"group {trajectory.group_index} cannot have a slot: only groups "
+                f"before {beyond} can"
+            )
         return self.buffer.needs_trajectory(trajectory)
 
     def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
@@ -161,20 +178,24 @@ class TrajectoryInbox(TrajectoryConsumer):
     def report_rejection(self, trajectory_id: str, reason: str) -> None:
         self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
 
-    # -- called by a step ------------------------------------------------------------------------------------------
+    # -- called by a step --------------------------------------------------------------------------
 
     def finish_training(self) -> None:
-        """Take episodes of any age from now on: no step follows here that could train them. The last step makes its
-        version early if `schedule.steps_per_publication` steps are not complete, so some that are still being played
-        are older than the schedule expected. A resume with more steps checks them again."""
+        """Take episodes of any age from now on: no step follows here that could train them. The
+        last step makes its version early if `schedule.steps_per_publication` steps are not
+        complete, so some that are still being played are older than the schedule expected. A resume
+        with more steps checks them again."""
         self._expects_steps = False
 
     def wake_waiters(self) -> None:
         """Make those who wait for groups look again."""
         self._arrival.set()
 
-    async def wait_for_groups(self, since: tuple[int, int], interrupted: asyncio.Event) -> list[int]:
-        """Wait for the groups that the next step takes, and return their indices; an empty list if `interrupted`.
+    async def wait_for_groups(
+        self, since: tuple[int, int], interrupted: asyncio.Event
+    ) -> list[int]:
+        """Wait for the groups that the next step takes, and return their indices; an empty list
+        if `interrupted`.
 
         `since` is the number of steps made and of groups consumed since the last publication.
         """
@@ -188,10 +209,15 @@ class TrajectoryInbox(TrajectoryConsumer):
                 steps_left=schedule.steps_per_publication - steps,
                 consumed_since=consumed,
             )
-        if replaced := schedule.replaced_groups:
+        replaced = schedule.replaced_groups
+        if replaced:
             at_most = min(at_most, at_least + replaced)
         counts = self._has_contrast if replaced else None
-        while not (indices := self.buffer.choose_groups(at_least, at_most, schedule.tokens_per_step, counts)):
+        while not (
+            indices := self.buffer.choose_groups(
+                at_least, at_most, schedule.tokens_per_step, counts
+            )
+        ):
             if interrupted.is_set():
                 return []
             self._arrival.clear()
@@ -200,7 +226,9 @@ class TrajectoryInbox(TrajectoryConsumer):
 
     def _has_contrast(self, group: Sequence[Trajectory]) -> bool:
         try:
-            return group_has_variance(group, self._config.algorithm, self._config.episode.max_new_tokens)
+            return group_has_variance(
+                group, self._config.algorithm, self._config.episode.max_new_tokens
+            )
         except Exception:
             return True  # the step reports what is wrong with it
 
@@ -216,14 +244,18 @@ class TrajectoryInbox(TrajectoryConsumer):
         Raises `LearnerError` if too many were rejected (`supervise.max_failed_fraction`).
         """
         if self.spool is not None:
-            await self.spool.remove_trajectories({(t.group_index, t.trajectory_id): reason for t, reason in rejected})
+            await self.spool.remove_trajectories(
+                {(t.group_index, t.trajectory_id): reason for t, reason in rejected}
+            )
         else:
             for t, reason in rejected:
                 await self._world.threads.run(self._quarantine.add_trajectory, t, reason)
         failed = {t.trajectory_id for t, _ in rejected}
         for t in (t for group in groups for t in group):
             by: FailureSource | None = "learner" if t.trajectory_id in failed else None
-            self._rejected_failures.record_end(EpisodeEnd(t.group_index, t.episode_index, t.task_seed, by))
+            self._rejected_failures.record_end(
+                EpisodeEnd(t.group_index, t.episode_index, t.task_seed, by)
+            )
         if rejected and self._rejected_failures.exceeds_limit("learner"):
             trajectory, reason = rejected[0]
             raise LearnerError(
@@ -232,11 +264,13 @@ class TrajectoryInbox(TrajectoryConsumer):
             )
 
     def make_stand_in(self, trajectory: Trajectory) -> Trajectory:
-        """Return a stand-in for a trajectory that cannot be trained. It has the same episode, and nothing of it is
-        trained or compared. May be called from any thread."""
+        """Return a stand-in for a trajectory that cannot be trained. It has the same episode, and
+        nothing of it is trained or compared. May be called from any thread."""
         t = trajectory
         task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
-        made = build_failed_trajectory(task, self.routing, 0, generator_id=t.generator_id, at=t.finished_at)
+        made = build_failed_trajectory(
+            task, self.routing, 0, generator_id=t.generator_id, at=t.finished_at
+        )
         return msgspec.structs.replace(made, lineage=t.lineage)
 
     def release_trained(self, indices: Sequence[int]) -> None:
@@ -265,11 +299,12 @@ class TrajectoryInbox(TrajectoryConsumer):
         """Return the episodes of these groups that have not arrived, by group."""
         return {g: self.buffer.missing_in_group(g) for g in group_indices}
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def prepare_commit(self) -> Callable[[], None]:
-        """Return a function to call once the checkpoint that is made now is on the disk. It deletes the spooled
-        trajectories that the checkpoint has trained, which need not be kept any more."""
+        """Return a function to call once the checkpoint that is made now is on the disk.
+        It deletes the spooled trajectories that the checkpoint has trained, which need not
+        be kept any more."""
         spool = self.spool
         if spool is None:
             return lambda: None
@@ -277,7 +312,9 @@ class TrajectoryInbox(TrajectoryConsumer):
 
         def commit() -> None:
             self._commit_tasks = [task for task in self._commit_tasks if not task.done()]
-            self._commit_tasks.append(asyncio.get_running_loop().create_task(spool.delete_trained(groups)))
+            self._commit_tasks.append(
+                asyncio.get_running_loop().create_task(spool.delete_trained(groups))
+            )
 
         return commit
 
@@ -293,22 +330,27 @@ class TrajectoryInbox(TrajectoryConsumer):
 class NextStep(Generic[T]):
     """The groups of the next step, prepared in a thread of their own while the current step trains.
 
-    It is a guess: nothing is taken from the buffer, and the result is used only by a step that takes exactly these
-    groups. So the choice of groups, what is consumed, and what a checkpoint or a crash keeps are the same as for a step
-    that prepares everything when it begins. The result of `prepare(groups)` must depend on the groups alone. All
-    methods belong to the event loop.
+    It is a guess: nothing is taken from the buffer, and the result is used only by a step that
+    takes exactly these groups. So the choice of groups, what is consumed, and what a checkpoint or
+    a crash keeps are the same as for a step that prepares everything when it begins. The result of
+    `prepare(groups)` must depend on the groups alone. All methods belong to the event loop.
     """
 
     def __init__(
-        self, inbox: TrajectoryInbox, lane: WorkerThread, prepare: Callable[[Sequence[Sequence[Trajectory]]], T]
+        self,
+        inbox: TrajectoryInbox,
+        lane: WorkerThread,
+        prepare: Callable[[Sequence[Sequence[Trajectory]]], T],
     ):
-        self._inbox, self._lane, self._prepare = inbox, lane, prepare
+        self._inbox = inbox
+        self._lane = lane
+        self._prepare = prepare
         self._groups: list[int] = []
         self._preparing: asyncio.Task[T] | None = None
 
     async def prefetch(self, since: tuple[int, int], interrupted: asyncio.Event) -> None:
-        """Wait until the groups have arrived that a step after `since` would take now, and begin to prepare them.
-        Cancelling this call ends the waiting, but not the preparation."""
+        """Wait until the groups have arrived that a step after `since` would take now, and begin to
+        prepare them. Cancelling this call ends the waiting, but not the preparation."""
         self._groups = await self._inbox.wait_for_groups(since, interrupted)
         if self._groups:
             episodes = self._inbox.buffer.episodes_of(self._groups)
@@ -318,8 +360,10 @@ class NextStep(Generic[T]):
             )  # retrieve the error: it may be that nobody awaits the task
 
     async def get_result(self, indices: list[int], groups: Sequence[Sequence[Trajectory]]) -> T:
-        """Return what `prepare` makes of `groups`, whose indices are `indices`. Raises what it raises."""
-        making, self._preparing = self._preparing, None
+        """Return what `prepare` makes of `groups`, whose indices are `indices`.
+        Raises what it raises."""
+        making = self._preparing
+        self._preparing = None
         if making is not None and self._groups == indices:
             return await making
         if making is not None:

@@ -1,4 +1,5 @@
-"""Command line of the development tools: `python -m dev`. Imports nothing heavy until a command needs it."""
+"""Command line of the development tools: `python -m dev`. Imports nothing heavy until a
+command needs it."""
 
 from __future__ import annotations
 
@@ -28,22 +29,35 @@ def chaos(
     scenario: Annotated[
         str,
         typer.Option(
-            help="what happens: kills, rewind, first-checkpoint, full-disk, frozen, blocked-line, full-memory or strangers"
+            help=(
+                "what happens: kills, rewind, first-checkpoint, full-disk, frozen, blocked-line, "
+                "full-memory or strangers"
+            )
         ),
     ] = "kills",
-    kills: Annotated[int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)] = 20,
+    kills: Annotated[
+        int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)
+    ] = 20,
     seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,
     engine: Annotated[str, typer.Option(help="scripted (no model plays), or vllm")] = "scripted",
     fault: Annotated[
-        str, typer.Option(help="have the learner do one thing wrong, which the accounting has to show (exit 1)")
+        str,
+        typer.Option(
+            help="have the learner do one thing wrong, which the accounting has to show (exit 1)"
+        ),
     ] = "",
     replay: Annotated[
-        bool, typer.Option("--replay", help="record the run, and make its steps again: every digest has to be the same")
+        bool,
+        typer.Option(
+            "--replay",
+            help="record the run, and make its steps again: every digest has to be the same",
+        ),
     ] = False,
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
-    """Inject the faults of a scenario into a real run, and check what it trained. Exits with 1 for any problem."""
+    """Inject the faults of a scenario into a real run, and check what it trained. Exits with 1
+    for any problem."""
     import msgspec
 
     from dev.chaos.run import describe_report, run_chaos
@@ -71,16 +85,26 @@ def simulate(
     seed: Annotated[int | None, typer.Option(help="only this run", min=0)] = None,
     first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
     jobs: Annotated[int, typer.Option(help="processes; 0: one a core", min=0)] = 0,
-    mutant: Annotated[str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")] = "",
+    mutant: Annotated[
+        str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")
+    ] = "",
     case: Annotated[Path | None, typer.Option(help="only this run, as --keep wrote it")] = None,
-    keep: Annotated[Path | None, typer.Option(help="write the run that fails, made small, to this file")] = None,
-    shrink: Annotated[bool, typer.Option(help="make the run that fails small before it is reported")] = True,
+    keep: Annotated[
+        Path | None, typer.Option(help="write the run that fails, made small, to this file")
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option(help="make the run that fails small before it is reported")
+    ] = True,
     trace: Annotated[
-        Path | None, typer.Option(help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format")
+        Path | None,
+        typer.Option(
+            help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format"
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
-    """Simulate the whole system in virtual time with faults, a run per seed. Exits with 1 if an invariant is broken."""
+    """Simulate the whole system in virtual time with faults, a run per seed. Exits with 1 if an
+    invariant is broken."""
     from dev.simulation.command import simulate_command
 
     raise typer.Exit(
@@ -100,7 +124,9 @@ def simulate(
 
 @app.command()
 def fuzz(
-    messages: Annotated[int, typer.Option(help="damaged messages to a receiver", min=0)] = 1_000_000,
+    messages: Annotated[
+        int, typer.Option(help="damaged messages to a receiver", min=0)
+    ] = 1_000_000,
     files: Annotated[int, typer.Option(help="damaged files of a spool", min=0)] = 100_000,
     checkpoints: Annotated[int, typer.Option(help="damaged checkpoints", min=0)] = 100_000,
     seed: int = 0,
@@ -113,22 +139,29 @@ def fuzz(
 
 @app.command(name="pack-gpu")
 def pack_gpu(
-    directory: Annotated[Path, typer.Argument(help="directory to make, and to copy to the other machine")],
+    directory: Annotated[
+        Path, typer.Argument(help="directory to make, and to copy to the other machine")
+    ],
     small: Annotated[bool, typer.Option("--small", help="for a machine without a GPU")] = False,
-    python: Annotated[str | None, typer.Option(help="the other machine's, as 3.12", show_default="this one's")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="the other machine's, as 3.12", show_default="this one's")
+    ] = None,
     platform: Annotated[
         str | None, typer.Option(help="as manylinux_2_28_x86_64", show_default="this machine's")
     ] = None,
     has: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME==VERSION that the other machine has, as torch==2.13.0, or a file of such lines (its pip "
-            "freeze): left out, with all that only they need; may be repeated"
+            help=(
+                "NAME==VERSION that the other machine has, as torch==2.13.0, or a file of such "
+                "lines (its pip freeze): left out, with all that only they need; may be repeated"
+            )
         ),
     ] = None,
     piece: Annotated[int, typer.Option(help="MiB of a file at most", min=1)] = 1024,
 ) -> None:
-    """Pack r3async for a machine without pip and network: `python run.py` there is `r3async doctor --gpu`."""
+    """Pack r3async for a machine without pip and network: `python run.py` there is
+    `r3async doctor --gpu`."""
     from dev.gpu.pack import PackError, Target, pack_bundle
 
     try:
@@ -144,25 +177,39 @@ def pack_gpu(
     except PackError as error:
         raise ConfigError(str(error)) from error
     size = sum(size for _, size, _ in made["pieces"]) / 1e6
-    typer.echo(f"{directory}: {len(made['wheels'])} wheels, {size:.0f} MB in {len(made['pieces'])} pieces")
-    typer.echo(f"copy it there, then: python{target.python} {directory.name}/run.py{' --small' if small else ''}")
+    typer.echo(
+        f"{directory}: {len(made['wheels'])} wheels, {size:.0f} MB in {len(made['pieces'])} pieces"
+    )
+    typer.echo(
+        f"copy it there, then: python{target.python} "
+        f"{directory.name}/run.py{' --small' if small else ''}"
+    )
 
 
 @app.command()
 def sweep(
-    plan: Annotated[Path, typer.Argument(help="a TOML file, such as docs/figures/plans/quickstart.toml")],
+    plan: Annotated[
+        Path, typer.Argument(help="a TOML file, such as docs/figures/plans/quickstart.toml")
+    ],
     only: Annotated[str, typer.Option(help="only runs whose names contain this text")] = "",
     parallel: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Make a plan's runs that are not finished yet, and print means with intervals. Exits with 1 if a run failed."""
+    """Make a plan's runs that are not finished yet, and print means with intervals. Exits with 1
+    if a run failed."""
     from dev.bench.jobs import print_to_stderr
     from dev.bench.report import collect_facts
     from dev.sweep.plan import read_sweep_plan
-    from dev.sweep.results import FINISHED_FILE, compute_results, describe_results, read_finished_runs
+    from dev.sweep.results import (
+        FINISHED_FILE,
+        compute_results,
+        describe_results,
+        read_finished_runs,
+    )
     from dev.sweep.runs import make_runs, make_train_command
 
-    swept, directory = read_sweep_plan(plan), runs / plan.stem
+    swept = read_sweep_plan(plan)
+    directory = runs / plan.stem
     failed = make_runs(
         directory,
         swept,

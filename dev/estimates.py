@@ -29,7 +29,8 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     """Return the mean with its interval. Raises `ValueError` if there is no value."""
     if not values:
         raise ValueError("there is no value to take the mean of")
-    mean, count = fmean(values), len(values)
+    mean = fmean(values)
+    count = len(values)
     if count < 2:
         return Estimate(mean, None, None, count)
     half = t_quantile(count - 1) * stdev(values) / math.sqrt(count)

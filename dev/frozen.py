@@ -1,12 +1,14 @@
-"""Recompute what a refactoring must not change, and compare it with the recorded values: `make check-frozen`.
+"""Recompute what a refactoring must not change, and compare it with the recorded values:
+`make check-frozen`.
 
-`python -m dev.frozen --write` writes the values to `dev/frozen.json`. The parts are: digests of simulated runs, digests
-of every stage of twenty trained steps of two presets, one real run under chaos, the bytes of ten messages on the wire,
-and the files of a checkpoint.
+`python -m dev.frozen --write` writes the values to `dev/frozen.json`. The parts are: digests of
+simulated runs, digests of every stage of twenty trained steps of two presets, one real run under
+chaos, the bytes of ten messages on the wire, and the files of a checkpoint.
 
-The bits of trained steps depend on the CPU model; the file names the CPU it was written on. The digest of a simulated
-run covers the names of events and remote calls. A commit that renames them adds `new = "old"` to
-`dev/frozen_names.toml`, which is applied to the current lines before they are hashed.
+The bits of trained steps depend on the CPU model; the file names the CPU it was written on. The
+digest of a simulated run covers the names of events and remote calls. A commit that renames
+them adds `new = "old"` to `dev/frozen_names.toml`, which is applied to the current lines before
+they are hashed.
 """
 
 from __future__ import annotations
@@ -32,35 +34,49 @@ import msgspec
 
 HERE = Path(__file__).parent
 FROZEN = HERE / "frozen.json"
-SEEDS, STEPS = 150, 20
+SEEDS = 150
+STEPS = 20
 PRESETS = ("quickstart", "reverse-text")
 SMALL_RUN = (
     *("generator.engine=scripted", "weights.probe=false", "observe.record=full", f"steps={STEPS}"),
     *("schedule.max_staleness=0", "schedule.prompts_per_step=2", "schedule.group_size=4"),
-    *("learner.dtype=float32", "learner.threads=1", "checkpoint.every_steps=10", "evaluation.every_steps=0"),
+    *(
+        "learner.dtype=float32",
+        "learner.threads=1",
+        "checkpoint.every_steps=10",
+        "evaluation.every_steps=0",
+    ),
     *("model.init.hidden_size=32", "model.init.expert_hidden_size=32", "model.init.layers=2"),
     *("model.init.max_warm_steps=1", "model.init.warm_reward=0.01"),
 )
-"""Overrides for a small run whose result does not depend on the order in which episodes arrive: each step trains the
-groups that were played with its version of the weights."""
+"""Overrides for a small run whose result does not depend on the order in which episodes arrive:
+each step trains the groups that were played with its version of the weights."""
 
 
 @cache
 def original_names() -> Callable[[str], str]:
-    """Return a function that replaces renamed names in a line of the log by their original names."""
+    """Return a function that replaces renamed names in a line of the log by
+    their original names."""
     names: dict[str, str] = tomllib.loads((HERE / "frozen_names.toml").read_text())
     if not names:
         return str
-    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?!\w)")
+    pattern = re.compile(
+        r"(?<!\w)(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?!\w)"
+    )
     return lambda line: pattern.sub(lambda match: names[match[0]], line)
 
 
 def simulate_seed(seed: int) -> str:
-    """Simulate the run of `seed`. Returns the digest of everything that happens, or the invariant that is violated."""
+    """Simulate the run of `seed`. Returns the digest of everything that happens, or the invariant
+    that is violated."""
     from dev.simulation.run import SimulatedRun, draw_case
     from dev.simulation.world import SimulationLog
 
-    digest, put_back, add = hashlib.blake2b(digest_size=16), original_names(), SimulationLog._add_line
+    digest, put_back, add = (
+        hashlib.blake2b(digest_size=16),
+        original_names(),
+        SimulationLog._add_line,
+    )
 
     def hash_line(log: SimulationLog, line: str) -> None:
         digest.update(put_back(line).encode() + b"\n")
@@ -77,30 +93,45 @@ def simulate_seed(seed: int) -> str:
 
 
 def simulated_runs() -> dict[str, str]:
-    """Simulate the first `SEEDS` seeds in parallel. Returns the result of `simulate_seed` by seed."""
+    """Simulate the first `SEEDS` seeds in parallel. Returns the result of
+    `simulate_seed` by seed."""
     from dev.simulation.run import tiny_model_directory
     from dev.simulation.search import quiet_logs
 
-    with quiet_logs(), tiny_model_directory(), multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        return {str(seed): digest for seed, digest in enumerate(pool.imap(simulate_seed, range(SEEDS)))}
+    with (
+        quiet_logs(),
+        tiny_model_directory(),
+        multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool,
+    ):
+        return {
+            str(seed): digest for seed, digest in enumerate(pool.imap(simulate_seed, range(SEEDS)))
+        }
 
 
 def trained_steps() -> dict[str, Any]:
-    """Train each preset. Returns the digests of its recorded steps, and the learner's files in its last checkpoint."""
+    """Train each preset. Returns the digests of its recorded steps, and the learner's files in its
+    last checkpoint."""
     from r3async.record.recording import find_recorded_steps, read_recorded_step
 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as runs:
         for preset in PRESETS:
             run_command("train", preset, "--runs", runs, f"name={preset}", *SMALL_RUN)
-            steps = [read_recorded_step(path)[0] for path in find_recorded_steps(Path(runs) / preset)]
+            steps = [
+                read_recorded_step(path)[0] for path in find_recorded_steps(Path(runs) / preset)
+            ]
             file = Path(runs) / preset / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
             manifest = json.loads(file.read_text().splitlines()[0])  # its own digest follows
             results[preset] = {
-                "steps": [[step.step, step.version, step.groups, step.minibatches] for step in steps],
-                # Its tensors are covered by the digests of the last step. The rest of the file contains times.
+                "steps": [
+                    [step.step, step.version, step.groups, step.minibatches] for step in steps
+                ],
+                # Its tensors are covered by the digests of the last step. The rest of the
+                # file contains times.
                 "checkpoint": [
-                    [one["name"], one["size"]] for one in manifest["files"] if one["name"].startswith("learner")
+                    [one["name"], one["size"]]
+                    for one in manifest["files"]
+                    if one["name"].startswith("learner")
                 ],
             }
     return results
@@ -110,7 +141,9 @@ def chaos_run() -> dict[str, Any]:
     """Return what a real run under faults trained. Which faults hit it depends on timing."""
     with tempfile.TemporaryDirectory() as directory:
         report = json.loads(
-            run_command("chaos", "quickstart", "--seed", "1", "--json", program="dev", cwd=directory).splitlines()[-1]
+            run_command(
+                "chaos", "quickstart", "--seed", "1", "--json", program="dev", cwd=directory
+            ).splitlines()[-1]
         )
     return {name: report[name] for name in ("steps", "trajectories", "problems")}
 
@@ -122,8 +155,14 @@ def wire_messages() -> list[list[int]]:
 
     messages = []
     for seed in range(10):
-        tables = [make_table(seed + i, 5 + 40 * seed * i, wide=seed % 2 == 1, optional=seed % 3 > 0) for i in range(3)]
-        frames = [bytes(frame) for frame in encode_trajectory(make_trajectory(f"t{seed}", tables, finished_at=1.5))]
+        tables = [
+            make_table(seed + i, 5 + 40 * seed * i, wide=seed % 2 == 1, optional=seed % 3 > 0)
+            for i in range(3)
+        ]
+        frames = [
+            bytes(frame)
+            for frame in encode_trajectory(make_trajectory(f"t{seed}", tables, finished_at=1.5))
+        ]
         messages.append([number for frame in frames for number in (len(frame), zlib.crc32(frame))])
     return messages
 
@@ -137,12 +176,19 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def run_command(*words: str, program: str = "r3async", cwd: str | None = None) -> str:
-    """Run `program` with `words` and return its standard output. Raises `RuntimeError` with its output if it fails."""
+    """Run `program` with `words` and return its standard output. Raises `RuntimeError` with its
+    output if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", program, *words], cwd=cwd, capture_output=True, text=True, timeout=1200
+        [sys.executable, "-m", program, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     if done.returncode:
-        raise RuntimeError(f"{program} {words[0]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(
+            f"{program} {words[0]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     return done.stdout
 
 
@@ -159,21 +205,28 @@ def list_differences(name: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def processor_name() -> str:
-    """Return the name, family, model and stepping of this machine's CPU. A virtual machine's name may be that of
-    several models, which do not compute the same bits."""
+    """Return the name, family, model and stepping of this machine's CPU. A virtual machine's name
+    may be that of several models, which do not compute the same bits."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     wanted = ("model name", "cpu family", "model", "stepping")
     return " ".join(facts[key] for key in wanted if key in facts) or platform.machine()
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compare the parts with `dev/frozen.json`, or write them to it. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all of them if none is named")
-    parser.add_argument("--write", action="store_true", help=f"write {FROZEN.name} instead of comparing with it")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all of them if none is named"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {FROZEN.name} instead of comparing with it"
+    )
     options = parser.parse_args(words)
-    if unknown := set(options.parts) - set(PARTS):
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}")
     frozen: dict[str, Any] = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
     failed = False
@@ -187,18 +240,25 @@ def main(words: Sequence[str] | None = None) -> int:
         if part not in frozen:
             failed = True
             print(
-                f"{part}: not in {FROZEN.name} yet: `python -m dev.frozen {part} --write` at a commit that is right",
+                (
+                    f"{part}: not in {FROZEN.name} yet: `python -m dev.frozen {part} --write` at a "
+                    "commit that is right"
+                ),
                 flush=True,
             )
             continue
         differences = list(list_differences(part, frozen[part], now))
         failed |= bool(differences)
-        print(f"{part}: {'as before' if not differences else f'{len(differences)} differences'}", flush=True)
+        print(
+            f"{part}: {'as before' if not differences else f'{len(differences)} differences'}",
+            flush=True,
+        )
         for line in differences[:10]:
             print(f"  {line}")
     if failed and processor_name() != frozen.get("processor"):
         print(
-            f"  {FROZEN.name} was written on {frozen.get('processor')}: bits of trained steps may differ on {processor_name()}"
+            f"  {FROZEN.name} was written on {frozen.get('processor')}: bits of trained steps may "
+            f"differ on {processor_name()}"
         )
     return int(failed)
 

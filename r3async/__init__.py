@@ -5,9 +5,9 @@
     run = r3async.train("quickstart", steps=20)
     print(r3async.evaluate(run, tasks=64).reward_mean)
 
-The names that user code needs are exported here: the two commands, the configuration, and the types for
-environments, losses and columns. Everything else is internal, and may move. docs/architecture.md describes the
-modules.
+The names that user code needs are exported here: the two commands, the configuration, and the types
+for environments, losses and columns. Everything else is internal, and may move.
+docs/architecture.md describes the modules.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ _HOME = {
         "StepRecord",
     ),
 }
-"""Names by their module. They are loaded on first use: an environment's process does not need torch."""
+"""Names by their module. They are loaded on first use: an environment's process
+does not need torch."""
 
 __all__ = ["__version__", *sorted(name for names in _HOME.values() for name in names)]
 

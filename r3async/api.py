@@ -34,22 +34,26 @@ def train(
 ) -> Path:
     """Train to the end, and return the run's directory, `runs/NAME`.
 
-    Progress goes to standard error. Ctrl-C ends the run in order, and it can resume. Blocking; also works in a
-    notebook. Wherever a setting is a name, the object may be passed instead.
+    Progress goes to standard error. Ctrl-C ends the run in order, and it can resume. Blocking; also
+    works in a notebook. Wherever a setting is a name, the object may be passed instead.
 
     Args:
         config: A preset's name, a TOML file, or a `Config`.
         environment: A class, a function that makes environments, or a name as `env.name`.
-        reward: Reward of `data`: a function, a list of them, or a value of the setting `reward`. None unsets it.
+        reward: Reward of `data`: a function, a list of them, or a value of the setting
+            `reward`. None unsets it.
         callbacks: Callbacks of the run, see `Callback`.
-        runs: Where run directories are; by default R3ASYNC_RUNS, or `runs` in the current directory.
-        settings: Settings over `config`: `train("quickstart", steps=3, learner={"lr": 1e-4})`; a dotted key is
-            passed as `**{"learner.lr": 1e-4}`. `data` may be rows: a list of dicts, or a `datasets.Dataset`. With the
-            `name` of an existing run, that run resumes from its newest checkpoint.
+        runs: Where run directories are; by default R3ASYNC_RUNS, or `runs` in the
+            current directory.
+        settings: Settings over `config`: `train("quickstart", steps=3, learner={"lr": 1e-4})`; a
+            dotted key is passed as `**{"learner.lr": 1e-4}`. `data` may be rows: a list of dicts,
+            or a `datasets.Dataset`. With the `name` of an existing run, that run resumes from its
+            newest checkpoint.
 
-    Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError`
-    for a checkpoint that cannot be resumed, and `RunFailed` for a run that ended early. `CallbackFailed`,
-    `NotTrained` (no step made an update) and `StoppedBeforeStep` are subclasses of `RunFailed`.
+    Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators,
+    `CheckpointError` for a checkpoint that cannot be resumed, and `RunFailed` for a run that ended
+    early. `CallbackFailed`, `NotTrained` (no step made an update) and `StoppedBeforeStep` are
+    subclasses of `RunFailed`.
     """
     from r3async.actors.driver import RunLauncher
     from r3async.tools.train import StopRequest
@@ -87,20 +91,22 @@ def evaluate(
     """Play fixed tasks, which training never poses, and return the results.
 
     Args:
-        target: A run's name or directory, whose newest model plays its environment (by default the newest run), or a
-            model directory, which needs `env`. A run that was given objects is given them again.
+        target: A run's name or directory, whose newest model plays its environment (by default the
+            newest run), or a model directory, which needs `env`. A run that was given objects is
+            given them again.
         env: The environment: a class, a function that makes environments, or a name as `env.name`.
         environment: The same as `env`.
         reward: Reward of `data`, as for `train`.
         tasks: Number of tasks; by default 64, or as many as each of the run's sets has.
         seed: Seed of the tasks.
         policy: The model, or for comparison the environment's own `oracle` or `random` answers.
-        preset: Preset to use in place of the run's configuration, or of the defaults for a model directory.
+        preset: Preset to use in place of the run's configuration, or of the defaults for a
+            model directory.
         runs: Where run directories are, as for `train`.
         settings: Settings over the configuration: `evaluation={"samples_per_task": 8}`.
 
-    Raises `ConfigError` for a wrong setting, and `RunFailed` if an episode or the engine failed. Blocking, like
-    `train`.
+    Raises `ConfigError` for a wrong setting, and `RunFailed` if an episode or the engine failed.
+    Blocking, like `train`.
     """
     from r3async.tools.eval import check_evaluated_model, choose_target, run_evaluation
 
@@ -108,14 +114,21 @@ def evaluate(
     env_name = env if environment is None else environment
     if env_name is not None and not isinstance(env_name, str):
         names, env_objects = extract_objects({"environment": env_name})
-        env_name, objects = names["environment"], objects | env_objects
+        env_name = names["environment"]
+        objects = objects | env_objects
     register_objects(objects)
     chosen = choose_target(
-        None if target is None else str(target), preset, env_name, named_settings, policy, _resolve_runs_directory(runs)
+        None if target is None else str(target),
+        preset,
+        env_name,
+        named_settings,
+        policy,
+        _resolve_runs_directory(runs),
     )
     check_evaluated_model(chosen, policy)
     return _run_blocking(
-        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(tasks, seed), policy=policy)), stop=lambda: None
+        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(tasks, seed), policy=policy)),
+        stop=lambda: None,
     )
 
 
@@ -128,7 +141,8 @@ def _resolve_runs_directory(runs: str | Path | None) -> Path:
 def _name_objects(
     environment: Any, reward: Any, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return all arguments as settings, with names in place of objects, and the pickled objects by name."""
+    """Return all arguments as settings, with names in place of objects, and the pickled
+    objects by name."""
     arguments = dict(settings)
     if environment is not None:
         arguments["environment"] = environment
@@ -147,8 +161,9 @@ def _build_config(preset: str | Path | Config, settings: Mapping[str, Any]) -> C
 
 
 def _run_blocking(call: Callable[[], T], *, stop: Callable[[], object]) -> T:
-    """Run `call`, which runs an event loop. If a loop is running in this thread, as in a notebook, it runs in
-    another thread; a first Ctrl-C then calls `stop`, and a second one stops waiting at once."""
+    """Run `call`, which runs an event loop. If a loop is running in this thread, as in a
+    notebook, it runs in another thread; a first Ctrl-C then calls `stop`, and a second one stops
+    waiting at once."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,8 +1,10 @@
-"""Decoders for data from outside: text of models, agents and strangers, rows, files of runs, settings.
+"""Decoders for data from outside: text of models, agents and strangers, rows, files
+of runs, settings.
 
-The underlying decoders raise many kinds of errors, depending on the bytes: their own, `ValueError` for an integer of
-5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a thousand open brackets. The functions
-here raise a single one, `MalformedError`. `dev/lint/seam.py` refuses direct calls of the others.
+The underlying decoders raise many kinds of errors, depending on the bytes: their own, `ValueError`
+for an integer of 5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a
+thousand open brackets. The functions here raise a single one, `MalformedError`. `dev/lint/seam.py`
+refuses direct calls of the others.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 MAX_DEPTH = 128
-"""Maximum nesting depth of lists and objects. Python reads nearly a thousand levels, but then fails at a later
-operation (a copy, a comparison, a template, JSON again), depending on how deep its own stack is by then."""
+"""Maximum nesting depth of lists and objects. Python reads nearly a thousand levels, but then fails
+at a later operation (a copy, a comparison, a template, JSON again), depending on how deep its own
+stack is by then."""
 MIN_UNPRINTABLE_INT = 10**sys.int_info.default_max_str_digits
 """Smallest integer that Python refuses to print, though it reads such integers in hexadecimal."""
 
@@ -28,7 +31,8 @@ T = TypeVar("T")
 EncodedData = bytes | bytearray | memoryview | str
 
 _DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-"""Errors that decoders raise for malformed data; msgspec's own errors, and Unicode errors, are `ValueError`s."""
+"""Errors that decoders raise for malformed data; msgspec's own errors, and Unicode errors,
+are `ValueError`s."""
 
 
 class MalformedError(ValueError):
@@ -40,7 +44,8 @@ def decode_json(data: EncodedData) -> Any: ...
 @overload
 def decode_json(data: EncodedData, kind: type[T]) -> T: ...
 def decode_json(data: EncodedData, kind: Any = Any) -> Any:
-    """Return the JSON value in `data`, as a `kind`. Raises `MalformedError`, and nothing else, for any other data."""
+    """Return the JSON value in `data`, as a `kind`. Raises `MalformedError`, and nothing else,
+    for any other data."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except _DECODE_ERRORS as error:
@@ -50,21 +55,26 @@ def decode_json(data: EncodedData, kind: Any = Any) -> Any:
 
 
 def decode_json_object(data: EncodedData) -> dict[str, Any]:
-    """Return the JSON object in `data`. Raises `MalformedError`, and nothing else, for any other data."""
+    """Return the JSON object in `data`. Raises `MalformedError`, and nothing else,
+    for any other data."""
     value = decode_json(data)
     if not isinstance(value, dict):
-        raise MalformedError(f"a JSON {_JSON_TYPE_NAMES.get(type(value), 'value')} where an object is expected")
+        raise MalformedError(
+            f"a JSON {_JSON_TYPE_NAMES.get(type(value), 'value')} where an object is expected"
+        )
     return value
 
 
 def decode_python_json(data: bytes | str) -> Any:
-    """Return the JSON value in data that Python may have written, such as a `config.json`, or a file of rows: `NaN`
-    and `Infinity` are accepted as numbers. Raises `MalformedError`, and nothing else."""
+    """Return the JSON value in data that Python may have written, such as a `config.json`,
+    or a file of rows: `NaN` and `Infinity` are accepted as numbers. Raises `MalformedError`,
+    and nothing else."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(text)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text that a tokenizer takes
+            # Half of a surrogate pair is no text that a tokenizer takes.
+            json.dumps(value, ensure_ascii=False).encode()
     except _DECODE_ERRORS as error:
         raise MalformedError(_error_reason(error)) from error
     _check_depth(value)
@@ -72,12 +82,16 @@ def decode_python_json(data: bytes | str) -> Any:
 
 
 @overload
-def decode_msgpack(data: EncodedData, kind: type[T], hook: Callable[[type, Any], Any] | None = None) -> T: ...
+def decode_msgpack(
+    data: EncodedData, kind: type[T], hook: Callable[[type, Any], Any] | None = None
+) -> T: ...
 @overload
-def decode_msgpack(data: EncodedData, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any: ...
+def decode_msgpack(
+    data: EncodedData, kind: Any, hook: Callable[[type, Any], Any] | None = None
+) -> Any: ...
 def decode_msgpack(data: Any, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any:
-    """Return the msgpack value in `data`, as a `kind`. Raises `MalformedError`, and nothing else, for any other
-    data."""
+    """Return the msgpack value in `data`, as a `kind`. Raises `MalformedError`, and nothing else,
+    for any other data."""
     try:
         if hook is not None:
             return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
@@ -88,20 +102,25 @@ def decode_msgpack(data: Any, kind: Any, hook: Callable[[type, Any], Any] | None
 
 @functools.cache
 def _msgpack_decoder(kind: Any) -> Any:
-    """Return the cached decoder of a kind of message. Otherwise msgspec would inspect each member of a union again
-    for every message."""
+    """Return the cached decoder of a kind of message. Otherwise msgspec would inspect each member
+    of a union again for every message."""
     return msgspec.msgpack.Decoder(kind)
 
 
 def decode_toml(data: bytes | str) -> dict[str, Any]:
-    """Return the tables of a TOML document. Raises `MalformedError`, and nothing else, for any other data."""
+    """Return the tables of a TOML document. Raises `MalformedError`, and nothing else,
+    for any other data."""
     try:
         value = tomllib.loads(data if isinstance(data, str) else data.decode())
     except _DECODE_ERRORS as error:
         raise MalformedError(_error_reason(error)) from error
     _check_depth(value)
-    if any(isinstance(each, int) and abs(each) >= MIN_UNPRINTABLE_INT for each in _iter_leaves(value)):
-        raise MalformedError(f"an integer of more than {sys.int_info.default_max_str_digits} digits")
+    if any(
+        isinstance(each, int) and abs(each) >= MIN_UNPRINTABLE_INT for each in _iter_leaves(value)
+    ):
+        raise MalformedError(
+            f"an integer of more than {sys.int_info.default_max_str_digits} digits"
+        )
     return value
 
 
@@ -114,16 +133,27 @@ def decode_utf8(data: bytes | bytearray) -> str:
 
 
 def _error_reason(error: BaseException) -> str:
-    return _TOO_DEEP_REASON if isinstance(error, RecursionError) else str(error) or type(error).__name__
+    return (
+        _TOO_DEEP_REASON
+        if isinstance(error, RecursionError)
+        else str(error) or type(error).__name__
+    )
 
 
 _TOO_DEEP_REASON = f"more than {MAX_DEPTH} lists and objects within each other"
-_JSON_TYPE_NAMES = {str: "string", int: "number", float: "number", bool: "boolean", list: "list", type(None): "null"}
+_JSON_TYPE_NAMES = {
+    str: "string",
+    int: "number",
+    float: "number",
+    bool: "boolean",
+    list: "list",
+    type(None): "null",
+}
 
 
 def _check_depth(value: Any) -> None:
-    """Raise `MalformedError` for a value that is nested too deep, also within the fields of structs. The value comes
-    from decoders, whose lists and dictionaries are never subclasses."""
+    """Raise `MalformedError` for a value that is nested too deep, also within the fields of
+    structs. The value comes from decoders, whose lists and dictionaries are never subclasses."""
     level = [value] if _is_nested(value) else []
     for _ in range(MAX_DEPTH if level else 0):
         level = [inner for each in level for inner in _iter_inner(each) if _is_nested(inner)]
@@ -151,13 +181,14 @@ def _iter_leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def to_finite_float(value: object, max_size: float = sys.float_info.max) -> float:
-    """Return a number of Python, NumPy or torch as a float. Raises `TypeError` for what is no number, such as a text
-    or a list, and `ValueError` for a number that is not finite, or whose size is beyond `max_size`. The message
-    continues a sentence that begins with the number's name."""
+    """Return a number of Python, NumPy or torch as a float. Raises `TypeError` for what is
+    no number, such as a text or a list, and `ValueError` for a number that is not finite,
+    or whose size is beyond `max_size`. The message continues a sentence that begins with
+    the number's name."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError("a text is no number")
@@ -166,7 +197,8 @@ def to_finite_float(value: object, max_size: float = sys.float_info.max) -> floa
         number = math.inf
     except Exception as error:  # whatever an object's own `__float__` raises
         raise TypeError(
-            f"must be a finite number, not {format_value(value)}: a {type(value).__name__} where one number is expected"
+            f"must be a finite number, not {format_value(value)}: a {type(value).__name__} where "
+            "one number is expected"
         ) from error
     if not math.isfinite(number):
         raise ValueError(f"must be a finite number, not {format_value(value)}")
@@ -176,8 +208,8 @@ def to_finite_float(value: object, max_size: float = sys.float_info.max) -> floa
 
 
 def to_bounded_int(value: object, low: int, high: int) -> int:
-    """Return an integer of Python or NumPy from `low` to `high`; a boolean does not count as one. Raises
-    `ValueError`, whose message continues a sentence that begins with the number's name."""
+    """Return an integer of Python or NumPy from `low` to `high`; a boolean does not count as one.
+    Raises `ValueError`, whose message continues a sentence that begins with the number's name."""
     try:
         number = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -188,8 +220,8 @@ def to_bounded_int(value: object, low: int, high: int) -> int:
 
 
 def format_value(value: object, max_chars: int = 100) -> str:
-    """Return the printed form of a value, in at most `max_chars` characters, even of a value that Python refuses to
-    print."""
+    """Return the printed form of a value, in at most `max_chars` characters, even of a value that
+    Python refuses to print."""
     try:
         text = repr(value)
     except Exception:  # an integer of 5,000 digits, and whatever an object's own `__repr__` raises

@@ -1,4 +1,5 @@
-"""Count a model's LoRA adapters (`learner.lora`) from its shape alone: the adapted matrices and their sizes."""
+"""Count a model's LoRA adapters (`learner.lora`) from its shape alone: the adapted matrices
+and their sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class WeightMatrix(NamedTuple):
     """A weight matrix of one layer, or several alike.
 
     Attributes:
-        sharded_by: What the tensor-parallel ranks divide: "rows", "columns", "experts", or "" for nothing.
+        sharded_by: What the tensor-parallel ranks divide: "rows", "columns", "experts",
+            or "" for nothing.
         num_copies: Number of equal matrices, such as one per expert.
     """
 
@@ -24,27 +26,42 @@ class WeightMatrix(NamedTuple):
     num_copies: int = 1
 
 
-def list_adaptable_matrices(shape: ModelShape, layer: int, *, fused_gate_up: bool) -> list[WeightMatrix]:
+def list_adaptable_matrices(
+    shape: ModelShape, layer: int, *, fused_gate_up: bool
+) -> list[WeightMatrix]:
     """List the matrices of a layer that may be adapted.
 
     Args:
-        fused_gate_up: The gate and up projections of an expert are one matrix, as in `backend = "torch"`.
+        fused_gate_up: The gate and up projections of an expert are one matrix, as in
+            `backend = "torch"`.
     """
-    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    h = shape.hidden_size
+    q = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
     prefix = f"model.layers.{layer}."
-    out = [WeightMatrix(f"{prefix}self_attn.{x}_proj", size, h, "rows") for x, size in (("q", q), ("k", kv), ("v", kv))]
+    out = [
+        WeightMatrix(f"{prefix}self_attn.{x}_proj", size, h, "rows")
+        for x, size in (("q", q), ("k", kv), ("v", kv))
+    ]
     out.append(WeightMatrix(f"{prefix}self_attn.o_proj", h, q, "columns"))
     if layer not in shape.moe_layers:
-        up, down = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")], f"{prefix}mlp.down_proj"
+        up = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")]
+        down = f"{prefix}mlp.down_proj"
         return [
             *out,
             *(WeightMatrix(x, shape.mlp_width, h, "rows") for x in up),
             WeightMatrix(down, h, shape.mlp_width, "columns"),
         ]
-    e, w, experts = shape.num_experts, shape.expert_width, f"{prefix}mlp.experts."
+    e = shape.num_experts
+    w = shape.expert_width
+    experts = f"{prefix}mlp.experts."
     gates = [("gate_up_proj", 2 * w)] if fused_gate_up else [("gate_proj", w), ("up_proj", w)]
     out += [WeightMatrix(f"{experts}{x}", rows, h, "experts", e) for x, rows in gates]
-    return [*out, WeightMatrix(f"{experts}down_proj", h, w, "experts", e), WeightMatrix(f"{prefix}mlp.gate", e, h)]
+    return [
+        *out,
+        WeightMatrix(f"{experts}down_proj", h, w, "experts", e),
+        WeightMatrix(f"{prefix}mlp.gate", e, h),
+    ]
 
 
 class AdapterCounts(NamedTuple):
@@ -54,8 +71,8 @@ class AdapterCounts(NamedTuple):
         adapter_parameters: Values of the rank's adapters.
         adapted_weights: Values of the matrices that have an adapter.
         largest_weight: Values of the largest of these matrices.
-        largest_gradient: Values of the largest parameter that contains such a matrix; its gradient is computed in
-            full.
+        largest_gradient: Values of the largest parameter that contains such a matrix; its gradient
+            is computed in full.
     """
 
     adapter_parameters: int
@@ -64,7 +81,13 @@ class AdapterCounts(NamedTuple):
     largest_gradient: int
 
 
-FUSED_PARAMETERS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+FUSED_PARAMETERS = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+}
 """Matrices that are one parameter of a Megatron layer; so are all experts of a rank."""
 
 
@@ -73,8 +96,12 @@ def count_adapters(shape: ModelShape, learner: LearnerConfig, stage: int = 0) ->
 
     The count is an estimate if the model has matrices of other names, such as shared experts.
     """
-    p, sharded = learner.parallel, learner.backend == "torch"
-    parameters, weights, largest, gradient = 0, 0, 0, 0
+    p = learner.parallel
+    sharded = learner.backend == "torch"
+    parameters = 0
+    weights = 0
+    largest = 0
+    gradient = 0
     for layer in range(stage * shape.num_layers // p.pp, (stage + 1) * shape.num_layers // p.pp):
         of_parameter: dict[str, int] = {}
         chosen = set()
@@ -90,7 +117,9 @@ def count_adapters(shape: ModelShape, learner: LearnerConfig, stage: int = 0) ->
             parameter = m.name if sharded else FUSED_PARAMETERS.get(last, last)
             of_parameter[parameter] = of_parameter.get(parameter, 0) + held
             router = m.name.endswith("mlp.gate")
-            named = any(matches_target(target, m.name, router=router) for target in learner.lora.targets)
+            named = any(
+                matches_target(target, m.name, router=router) for target in learner.lora.targets
+            )
             if not named or (router and learner.freeze_router):
                 continue
             chosen.add(parameter)

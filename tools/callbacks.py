@@ -31,8 +31,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
     """The report of a finished evaluation that began after `step`.
 
     Attributes:
-        figures: `reward_mean`, `reward_low`, `pass@1` and so on. With several sets, those of one set are named
-            `SET/reward_mean`.
+        figures: `reward_mean`, `reward_low`, `pass@1` and so on. With several sets, those of one
+            set are named `SET/reward_mean`.
     """
 
     run: Path
@@ -63,9 +63,10 @@ class EndRecord(msgspec.Struct, frozen=True):
 class Callback:
     """A base class for your callbacks: override the methods that you need.
 
-    All methods are called in the process that called `r3async.train`, one after the other. Training continues
-    meanwhile, but nothing monitors the run during a call, so return quickly. After a restart of the run, repeated
-    steps are reported again. An exception from a callback stops the run in order (`CallbackFailed`).
+    All methods are called in the process that called `r3async.train`, one after the other. Training
+    continues meanwhile, but nothing monitors the run during a call, so return quickly. After a
+    restart of the run, repeated steps are reported again. An exception from a callback stops the
+    run in order (`CallbackFailed`).
     """
 
     def on_step(self, record: StepRecord) -> object: ...
@@ -78,17 +79,19 @@ class Callback:
 
 
 class CallbackFailed(RunFailed):
-    """An exception raised by a callback (`__cause__`); the run was stopped in order and can resume."""
+    """An exception raised by a callback (`__cause__`); the run was stopped in
+    order and can resume."""
 
 
 class CallbackRunner:
     """The caller of all callbacks of a run.
 
-    After a callback raises, no other callback is called except `on_end`; `failure` is then set, and the run should
-    end.
+    After a callback raises, no other callback is called except `on_end`; `failure` is then set, and
+    the run should end.
 
     Args:
-        callbacks: `Callback`s, objects with some of its methods, or plain functions, which receive every step.
+        callbacks: `Callback`s, objects with some of its methods, or plain functions, which
+            receive every step.
 
     Raises:
         ConfigError: An entry is none of these.
@@ -99,35 +102,44 @@ class CallbackRunner:
         for at, each in enumerate(self._callbacks):
             if isinstance(each, type):
                 raise ConfigError(
-                    f"`callbacks[{at}]` is the class {each.__name__}: give an instance, {each.__name__}()"
+                    f"`callbacks[{at}]` is the class {each.__name__}: give an instance, "
+                    f"{each.__name__}()"
                 )
-            # Other frameworks' callbacks have further methods; of ours a further one is misspelt, and would never be called.
+            # Other frameworks' callbacks have further methods; of ours a further one is misspelt,
+            # and would never be called.
             unknown = {name for name in dir(each) if name.startswith("on_")} - {*CALLBACK_HOOKS}
             if isinstance(each, Callback) and unknown:
                 wrong = min(unknown)
                 raise ConfigError(
-                    f"`callbacks[{at}]` has `{wrong}`, which nothing calls: {did_you_mean(wrong, CALLBACK_HOOKS)}"
+                    f"`callbacks[{at}]` has `{wrong}`, which nothing calls: "
+                    f"{did_you_mean(wrong, CALLBACK_HOOKS)}"
                 )
-            if not any(callable(getattr(each, hook, None)) for hook in CALLBACK_HOOKS) and not callable(each):
+            if not any(
+                callable(getattr(each, hook, None)) for hook in CALLBACK_HOOKS
+            ) and not callable(each):
                 raise ConfigError(
-                    f"`callbacks[{at}]` = {each!r:.80} hears of nothing: give an r3async.Callback, an object with one of "
-                    f"{', '.join(CALLBACK_HOOKS)}, or a function, which gets each step"
+                    f"`callbacks[{at}]` = {each!r:.80} hears of nothing: give an "
+                    f"r3async.Callback, an object with one of {', '.join(CALLBACK_HOOKS)}, or a "
+                    "function, which gets each step"
                 )
         self._run = Path()
         self._checkpoints: CheckpointDirectory | None = None
-        self._step, self._last_evaluation_time = 0, 0.0
+        self._step = 0
+        self._last_evaluation_time = 0.0
         self._seen_checkpoints: list[int] = []
         self.failure: CallbackFailed | None = None
 
     def begin_run(self, config: Config, run: Path, step: int) -> None:
         """Record that the run begins, or resumes after `step`."""
-        self._run, self._step = run, step
+        self._run = run
+        self._step = step
         self._checkpoints = CheckpointDirectory.from_config(config, run)
         self._seen_checkpoints = self._checkpoints.list_steps()
 
     def rewind_to_step(self, step: int) -> None:
         """Record that the run restarts after `step`."""
-        self._step, self._seen_checkpoints = step, [seen for seen in self._seen_checkpoints if seen <= step]
+        self._step = step
+        self._seen_checkpoints = [seen for seen in self._seen_checkpoints if seen <= step]
 
     def show_status(self, status: Mapping[str, Any]) -> None:
         """Call the callbacks for everything that is new in a status of the conductor."""
@@ -149,7 +161,10 @@ class CallbackRunner:
         for step in self._checkpoints.list_steps():
             if step not in self._seen_checkpoints:
                 self._seen_checkpoints.append(step)
-                self._call_hook("on_checkpoint", CheckpointRecord(self._run, step, self._checkpoints.step_path(step)))
+                self._call_hook(
+                    "on_checkpoint",
+                    CheckpointRecord(self._run, step, self._checkpoints.step_path(step)),
+                )
 
     def end_run(self, error: BaseException | None) -> None:
         """Call `on_end`, unless the run never began.
@@ -165,15 +180,22 @@ class CallbackRunner:
         if self.failure is not None and error is None:
             raise self.failure
 
-    def _call_hook(self, hook: str, record: StepRecord | EvaluationRecord | CheckpointRecord) -> None:
+    def _call_hook(
+        self, hook: str, record: StepRecord | EvaluationRecord | CheckpointRecord
+    ) -> None:
         for each in self._callbacks:
             if self.failure is None:
                 plain = (
-                    each if hook == "on_step" and not any(hasattr(each, other) for other in CALLBACK_HOOKS) else None
+                    each
+                    if hook == "on_step"
+                    and not any(hasattr(each, other) for other in CALLBACK_HOOKS)
+                    else None
                 )
                 self._call_guarded(each, hook, getattr(each, hook, plain), record)
 
-    def _call_guarded(self, callback: object, hook: str, call: Callable[[Any], object] | None, record: Any) -> None:
+    def _call_guarded(
+        self, callback: object, hook: str, call: Callable[[Any], object] | None, record: Any
+    ) -> None:
         if call is None:
             return
         try:
@@ -181,8 +203,9 @@ class CallbackRunner:
         except Exception as error:
             name = getattr(callback, "__name__", type(callback).__name__)
             failed = CallbackFailed(
-                f"the callback {name} raised in `{hook}` of step {record.step}: {type(error).__name__}: {error}; the run was "
-                f"stopped in order, and the same call with name={self._run.name!r} resumes it"
+                f"the callback {name} raised in `{hook}` of step {record.step}: "
+                f"{type(error).__name__}: {error}; the run was stopped in order, and the same call "
+                f"with name={self._run.name!r} resumes it"
             )
             failed.__cause__ = error
             self.failure = self.failure or failed

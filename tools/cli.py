@@ -1,4 +1,5 @@
-"""The command line. It imports nothing heavy until a command needs it, so that a typo fails at once."""
+"""The command line. It imports nothing heavy until a command needs it, so that a
+typo fails at once."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from .usage import UsageError, explain_usage_error
 
 UNTRAINED_EXIT_CODE = 4
 """Exit code of a run that made all its steps without a single update."""
-FILE_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+FILE_ERRORS = (
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 """Errors about files; a plain `OSError` is one too, unlike the subclasses of libraries."""
 INTERRUPTED_EXIT_CODE = 130
 """Exit code of a command that was stopped before it had produced anything, or at once."""
@@ -39,11 +46,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TRAIN, LOOK, CLUSTER, DEVELOP = "Train", "Look", "Cluster", "Develop"
+TRAIN = "Train"
+LOOK = "Look"
+CLUSTER = "Cluster"
+DEVELOP = "Develop"
 """Panels of the help, in this order. The text after a command's help, `epilog`, is one example."""
 
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
+    list[str] | None,
+    typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False),
 ]
 
 
@@ -58,14 +69,16 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def r3async(
     version: Annotated[
-        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
     """Asynchronous reinforcement learning for mixture-of-experts language models."""
 
 
 @app.command(
-    rich_help_panel=TRAIN, epilog="Example: r3async train math data=rows.jsonl reward=rewards:correct model.path=MODEL"
+    rich_help_panel=TRAIN,
+    epilog="Example: r3async train math data=rows.jsonl reward=rewards:correct model.path=MODEL",
 )
 def train(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
@@ -108,24 +121,35 @@ def evaluate(
     ] = None,
     overrides: OverridesArgument = None,
     env: Annotated[
-        str | None, typer.Option(help="the environment, as env.name", show_default="that of the run's evaluations")
+        str | None,
+        typer.Option(
+            help="the environment, as env.name", show_default="that of the run's evaluations"
+        ),
     ] = None,
-    tasks: Annotated[int | None, typer.Option(help="how many tasks", show_default="64, or the sets' own")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(help="how many tasks", show_default="64, or the sets' own")
+    ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="of the tasks; training uses none of them", show_default="the run's evaluation.seed"),
+        typer.Option(
+            help="of the tasks; training uses none of them",
+            show_default="the run's evaluation.seed",
+        ),
     ] = None,
     policy: Annotated[str, typer.Option(help="model, or oracle or random for scale")] = "model",
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="RUN_OR_MODEL",
-            help="a model to evaluate on the same tasks, for the difference and its interval; start: the one that the run "
-            "started from",
+            help=(
+                "a model to evaluate on the same tasks, for the difference and its interval; "
+                "start: the one that the run started from"
+            ),
         ),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
+        str | None,
+        typer.Option(help="whose settings to use", show_default="the run's own, or the defaults"),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
@@ -149,7 +173,9 @@ def evaluate(
     )
 
 
-@app.command(rich_help_panel=TRAIN, epilog="Example: r3async plan moe_30b_r3 learner.recompute=full")
+@app.command(
+    rich_help_panel=TRAIN, epilog="Example: r3async plan moe_30b_r3 learner.recompute=full"
+)
 def plan(
     preset: Annotated[str | None, typer.Argument(help="a preset's name, or a TOML file")] = None,
     overrides: OverridesArgument = None,
@@ -157,8 +183,12 @@ def plan(
 ) -> None:
     """Print what a run needs and what it would do, and start nothing."""
     if preset is None:
-        raise ConfigError("`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets")
-    _print_plan(load_command_config(preset, overrides or []), overrides or [], json, get_runs_directory())
+        raise ConfigError(
+            "`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets"
+        )
+    _print_plan(
+        load_command_config(preset, overrides or []), overrides or [], json, get_runs_directory()
+    )
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: r3async tail latest --no-follow")
@@ -166,12 +196,19 @@ def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
     follow: Annotated[bool, typer.Option(help="until the run ends, or only what there is")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
-    patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
-    address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
-    job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
+    patience: Annotated[
+        float, typer.Option(help="seconds without news after which lines end (exit 3)")
+    ] = 1800.0,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")
+    ] = None,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
+    """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1
+    if the run failed."""
     from .inspect.run import InspectError, find_run
     from .tail.lines import tail_local
     from .tail.remote import RemoteError, tail_remote
@@ -194,7 +231,8 @@ def keys(
         typer.Option(help="a generator's key; may be repeated", show_default="generator"),
     ] = None,
 ) -> None:
-    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
+    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out.
+    Secrets are 0600."""
     from .keys import make_keys
 
     try:
@@ -204,13 +242,20 @@ def keys(
         raise ConfigError(str(error)) from error
 
 
-@app.command(name="init-model", rich_help_panel=DEVELOP, epilog="Example: r3async init-model tiny --preset quickstart")
+@app.command(
+    name="init-model",
+    rich_help_panel=DEVELOP,
+    epilog="Example: r3async init-model tiny --preset quickstart",
+)
 def init_model(
     directory: Annotated[Path, typer.Argument(help="directory to make")],
     overrides: OverridesArgument = None,
-    preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
+    preset: Annotated[
+        str, typer.Option(help="whose model.init and env settings to use")
+    ] = "quickstart",
 ) -> None:
-    """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
+    """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the
+    environment's oracle."""
     config = load_command_config(preset, overrides or [], "init-model")
     from .init_model import init_model as make
     from .run_dir import check_disk_space
@@ -221,13 +266,19 @@ def init_model(
         make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
 
-app.command(rich_help_panel=TRAIN, epilog="Example: r3async sft math data=rows.jsonl model.path=MODEL")(sft)
+app.command(
+    rich_help_panel=TRAIN, epilog="Example: r3async sft math data=rows.jsonl model.path=MODEL"
+)(sft)
 app.command(rich_help_panel=TRAIN, epilog="Example: r3async export latest my-model")(export)
-app.command(name="report", rich_help_panel=LOOK, epilog="Example: r3async report first second")(report)
+app.command(name="report", rich_help_panel=LOOK, epilog="Example: r3async report first second")(
+    report
+)
 app.add_typer(inspect, name="inspect", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK, epilog="Example: r3async doctor")(doctor)
 app.add_typer(submit, name="submit", rich_help_panel=CLUSTER)
-app.command(rich_help_panel=CLUSTER, epilog="Example: r3async cluster moe_30b_r3 --address http://HEAD:8265")(cluster)
+app.command(
+    rich_help_panel=CLUSTER, epilog="Example: r3async cluster moe_30b_r3 --address http://HEAD:8265"
+)(cluster)
 app.command(rich_help_panel=CLUSTER, epilog="Example: r3async scale first generators=4")(scale)
 app.command(rich_help_panel=DEVELOP, epilog="Example: r3async diagnose latest")(diagnose)
 app.command(rich_help_panel=DEVELOP, epilog="Example: r3async replay first --from 20")(replay)
@@ -241,8 +292,9 @@ def main() -> None:
 def run_app(app: typer.Typer, name: str) -> NoReturn:
     """Run the command that `sys.argv` names.
 
-    An error that the user can fix is one line on stderr and exit code 2. A failed run exits with 1, one that made
-    all its steps without an update with 4, and one that was stopped before its first step with 130.
+    An error that the user can fix is one line on stderr and exit code 2. A failed run exits with
+    1, one that made all its steps without an update with 4, and one that was stopped before its
+    first step with 130.
     """
     add_user_module_path()
     try:
@@ -286,7 +338,9 @@ def _print_plan(config: Config, overrides: Sequence[str], as_json: bool, runs: P
 
 def _exit_with_error(message: str, code: int) -> NoReturn:
     if message:
-        SafeConsole(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(
+            message, style="bold red", highlight=False, markup=False, soft_wrap=True
+        )
     sys.exit(code)
 
 

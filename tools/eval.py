@@ -1,4 +1,5 @@
-"""Play fixed tasks with a model or an environment's own policies, without Ray or training: `r3async eval`."""
+"""Play fixed tasks with a model or an environment's own policies, without Ray or
+training: `r3async eval`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from r3async.actors.process import RunFailed
 from r3async.checkpoint import CheckpointDirectory
-from r3async.config import REDACTED, Config, ConfigError, EnvConfig, config_from_dict, config_to_dict, load_config
+from r3async.config import (
+    REDACTED,
+    Config,
+    ConfigError,
+    EnvConfig,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+)
 from r3async.config.load import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
 from r3async.data.statistics import mean_interval
 from r3async.envs import EnvironmentFactory
@@ -45,7 +54,8 @@ from .terminal import SafeConsole
 
 ENGINE_STOP_SECONDS = 30.0
 ROW_ARGUMENTS = frozenset({"path", "subset", "split", "limit", "eval"})
-"""Arguments of a dataset (`env.args`) that change its rows, so that the run's noted `data.digest` no longer applies."""
+"""Arguments of a dataset (`env.args`) that change its rows, so that the run's noted `data.digest`
+no longer applies."""
 START_MODEL = "start"
 """The word for the model that a run started from, as a baseline."""
 DEFAULT_TASKS = 64
@@ -57,7 +67,8 @@ class EvaluationTarget(msgspec.Struct, frozen=True):
 
     Attributes:
         model: The model's directory, or None for a policy that needs none.
-        config: The settings. Its `evaluation` says what to play; where that names no environment, `env` is played.
+        config: The settings. Its `evaluation` says what to play; where that names no environment,
+            `env` is played.
         trained_env: The environment that the run trained.
         run: The run that is evaluated, if any.
     """
@@ -68,19 +79,25 @@ class EvaluationTarget(msgspec.Struct, frozen=True):
     run: Path | None = None
 
     def with_tasks(self, tasks: int | None, seed: int | None) -> EvaluationTarget:
-        """Return the target with another number of tasks, and another seed for them. Raises `ConfigError`."""
+        """Return the target with another number of tasks, and another seed for them.
+        Raises `ConfigError`."""
         if tasks is not None and tasks < 1:
             raise ConfigError(f"`--tasks` must be at least 1, got {tasks}")
         if seed is not None and seed < 0:
             raise ConfigError(f"`--seed` must be 0 or more, got {seed}")
-        settings, given = self.config.evaluation, {}
+        settings = self.config.evaluation
+        given = {}
         if tasks is not None or not settings.sets:
             given["tasks"] = DEFAULT_TASKS if tasks is None else tasks
         if seed is not None:
             given["seed"] = seed
-        sets = {name: msgspec.structs.replace(each, **given) for name, each in settings.sets.items()}
+        sets = {
+            name: msgspec.structs.replace(each, **given) for name, each in settings.sets.items()
+        }
         settings = msgspec.structs.replace(settings, sets=sets, **given)
-        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, evaluation=settings))
+        return msgspec.structs.replace(
+            self, config=msgspec.structs.replace(self.config, evaluation=settings)
+        )
 
     @property
     def environments(self) -> dict[str, EnvConfig]:
@@ -96,17 +113,26 @@ def find_evaluation_target(
 ) -> EvaluationTarget:
     """Find a model directory, or the newest model of a run.
 
-    A run is played with its own configuration and the environment of its `[evaluation]`; a model directory with the
-    defaults or a `preset`. `overrides` apply on top. Raises `ConfigError` if `name` is neither.
+    A run is played with its own configuration and the environment of its `[evaluation]`; a model
+    directory with the defaults or a `preset`. `overrides` apply on top. Raises `ConfigError` if
+    `name` is neither.
     """
     from .inspect.run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
-        if env is None and preset is None and "name" not in nest_overrides(overrides).get("env", {}):
+        if (
+            env is None
+            and preset is None
+            and "name" not in nest_overrides(overrides).get("env", {})
+        ):
             raise ConfigError(
-                f"{name} is a model: say which environment to evaluate it in, with --env NAME, or data=FILE"
+                f"{name} is a model: say which environment to evaluate it in, with --env "
+                "NAME, or data=FILE"
             )
-        run, model, base, trained = None, Path(name), load_config(preset, command=None) if preset else Config(), None
+        run = None
+        model = Path(name)
+        base = load_config(preset, command=None) if preset else Config()
+        trained = None
     else:
         try:
             run = find_run(name, root)
@@ -115,7 +141,8 @@ def find_evaluation_target(
                 f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
             ) from error
         base = load_config(preset or str(run / "config.toml"), command=None)
-        model, trained = _find_run_model(run, base), base.env
+        model = _find_run_model(run, base)
+        trained = base.env
     return EvaluationTarget(model.absolute(), _apply_overrides(base, env, overrides), trained, run)
 
 
@@ -124,12 +151,15 @@ def _start_model(run: Path, config: Config) -> Path:
 
 
 def _find_run_model(run: Path, config: Config) -> Path:
-    """Return the newest model of a run, which is the one that it started from as long as it has saved none."""
+    """Return the newest model of a run, which is the one that it started from as long as
+    it has saved none."""
     paths = [run / "model", _start_model(run, config)]
     for path in paths:
         if (path / "config.json").is_file():
             return path
-    raise ConfigError(f"{run} has no model yet: neither {paths[0]} nor {paths[1]} has a config.json")
+    raise ConfigError(
+        f"{run} has no model yet: neither {paths[0]} nor {paths[1]} has a config.json"
+    )
 
 
 def make_baseline_target(target: EvaluationTarget, baseline: str, root: Path) -> EvaluationTarget:
@@ -138,14 +168,17 @@ def make_baseline_target(target: EvaluationTarget, baseline: str, root: Path) ->
     Raises `ConfigError` if `baseline` is no model.
 
     Args:
-        baseline: "start" for the model that the target's run started from, a model directory, or a run's name for its
-            newest model.
+        baseline: "start" for the model that the target's run started from, a model directory, or a
+            run's name for its newest model.
     """
     from .inspect.run import InspectError, find_run
 
     if baseline == START_MODEL:
         if target.run is None:
-            raise ConfigError(f"`--baseline {START_MODEL}` needs a run; name the directory of the other model instead")
+            raise ConfigError(
+                f"`--baseline {START_MODEL}` needs a run; name the directory of the "
+                "other model instead"
+            )
         model = _start_model(target.run, load_config(str(target.run / "config.toml"), command=None))
     elif (Path(baseline) / "config.json").is_file():
         model = Path(baseline)
@@ -165,11 +198,12 @@ def make_baseline_target(target: EvaluationTarget, baseline: str, root: Path) ->
 def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Config:
     """Return the configuration for evaluation, with the overrides applied.
 
-    Its `env` is what evaluation plays, except for sets that name their own. Overrides of `env` change it, as
-    overrides of `evaluation.env` do. Another `env` has no sets.
+    Its `env` is what evaluation plays, except for sets that name their own. Overrides of `env`
+    change it, as overrides of `evaluation.env` do. Another `env` has no sets.
     """
     data = config_to_dict(base, reveal=True)
-    played = base.evaluation.env if base.evaluation.env.name else base.env  # an override may name its rows
+    # An override may name its rows.
+    played = base.evaluation.env if base.evaluation.env.name else base.env
     data["env"] = config_to_dict(played, reveal=True)
     if ROW_ARGUMENTS.intersection(nest_overrides(overrides).get("env", {}).get("args", {})):
         data["env"]["args"].pop("digest", None)
@@ -187,15 +221,24 @@ def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Con
     return msgspec.structs.replace(config, env=resolve_evaluation_env(config, config.evaluation))
 
 
-def make_policy_target(preset: str | None, env: str | None, overrides: Overrides) -> EvaluationTarget:
-    """Return the target for an environment's own policy: the defaults or a `preset`, with `overrides` on top."""
+def make_policy_target(
+    preset: str | None, env: str | None, overrides: Overrides
+) -> EvaluationTarget:
+    """Return the target for an environment's own policy: the defaults or a `preset`, with
+    `overrides` on top."""
     return EvaluationTarget(
-        None, _apply_overrides(load_config(preset, command=None) if preset else Config(), env, overrides)
+        None,
+        _apply_overrides(load_config(preset, command=None) if preset else Config(), env, overrides),
     )
 
 
 def choose_target(
-    name: str | None, preset: str | None, env: str | None, overrides: Overrides, policy: str, root: Path
+    name: str | None,
+    preset: str | None,
+    env: str | None,
+    overrides: Overrides,
+    policy: str,
+    root: Path,
 ) -> EvaluationTarget:
     """Return the target that the options name; a policy that needs no model needs no name."""
     if name is None and policy != "model":
@@ -211,13 +254,15 @@ def check_target(target: EvaluationTarget, policy: str) -> None:
     for env in target.environments.values():
         if env.name == OUTSIDE_AGENT:
             raise ConfigError(
-                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated: name something that runs by itself, with --env'
+                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated: name something that runs by '
+                "itself, with --env"
             )
         if is_agent(env):
             make_agent(env)
             if policy != "model":
                 raise ConfigError(
-                    f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only environments have policies"
+                    f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only "
+                    "environments have policies"
                 )
         elif target.trained_env is not None:
             refuse_shared_prompts(env, target.trained_env)
@@ -231,11 +276,14 @@ def check_evaluated_model(target: EvaluationTarget, policy: str) -> None:
 
 
 def _check_positions(model: Path, tokens: int) -> None:
-    positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
+    positions = decode_python_json((model / "config.json").read_bytes()).get(
+        "max_position_embeddings"
+    )
     if positions is not None and tokens > positions:
         raise ConfigError(
-            f"`episode.max_total_tokens` = {tokens} is more than the {positions} positions of the model: add "
-            f"episode.max_total_tokens={positions} episode.max_prompt_tokens={positions // 2}"
+            f"`episode.max_total_tokens` = {tokens} is more than the {positions} positions of the "
+            f"model: add episode.max_total_tokens={positions} "
+            f"episode.max_prompt_tokens={positions // 2}"
         )
 
 
@@ -253,13 +301,14 @@ async def run_evaluation(
 
     `on_total` gets the number of episodes before the first is played.
 
-    Raises `ConfigError` for what the user can fix beforehand, and `RunFailed` with the failure of an episode or the
-    engine.
+    Raises `ConfigError` for what the user can fix beforehand, and `RunFailed` with the failure of
+    an episode or the engine.
     """
     check_target(target, policy)
     config = target.config
     factories = {
-        name: None if is_agent(env) else build_environment_factory(env) for name, env in target.environments.items()
+        name: None if is_agent(env) else build_environment_factory(env)
+        for name, env in target.environments.items()
     }
     if policy != "model":
         show_phase(f"evaluating the {policy} policy")
@@ -287,10 +336,13 @@ async def run_evaluation(
     except (TemplateError, ValueError, OSError) as error:
         raise ConfigError(f"the model in {target.model} cannot be used: {error}") from error
     for factory in factories.values():
-        if factory is not None and (dropped := drop_long_prompts(factory, renderer, config.episode)):
-            show_phase(
-                f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and left out"
-            )
+        if factory is not None:
+            dropped = drop_long_prompts(factory, renderer, config.episode)
+            if dropped:
+                show_phase(
+                    f"{dropped} prompts are longer than episode.max_prompt_tokens = "
+                    f"{config.episode.max_prompt_tokens}, and left out"
+                )
     made = {
         msgspec.json.encode(config_to_dict(env, reveal=True)): factories[name]
         for name, env in target.environments.items()
@@ -324,18 +376,24 @@ async def run_evaluation(
         await asyncio.wait_for(engine.stop(), ENGINE_STOP_SECONDS)
 
 
-async def _count_episodes(target: EvaluationTarget, factories: Mapping[str, EnvironmentFactory | None]) -> int:
-    """Return the number of episodes of all sets. Raises `ConfigError` if the run trained on their tasks."""
+async def _count_episodes(
+    target: EvaluationTarget, factories: Mapping[str, EnvironmentFactory | None]
+) -> int:
+    """Return the number of episodes of all sets. Raises `ConfigError` if the run
+    trained on their tasks."""
     sets = target.config.evaluation.resolve_sets()
     planned = [
-        build_evaluation_tasks(env, await count_tasks(factories[name]), sets[name], target.trained_env)
+        build_evaluation_tasks(
+            env, await count_tasks(factories[name]), sets[name], target.trained_env
+        )
         for name, env in target.environments.items()
     ]
     return sum(map(len, planned))
 
 
 def save_result(target: EvaluationTarget, result: Evaluation) -> Path | None:
-    """Write the result beside the checkpoints of the evaluated run, as `evaluation-model-1.json` and so on.
+    """Write the result beside the checkpoints of the evaluated run, as
+    `evaluation-model-1.json` and so on.
 
     Returns the path; None if there is no run or its directory cannot be written.
     """
@@ -369,7 +427,9 @@ def describe_result(result: Evaluation, name: str, envs: Mapping[str, EnvConfig]
     if not result.sets:
         return describe_set_result(result, name, next(iter(envs.values())).name)
     return [
-        line for of, each in result.sets.items() for line in describe_set_result(each, f"{name}, {of},", envs[of].name)
+        line
+        for of, each in result.sets.items()
+        for line in describe_set_result(each, f"{name}, {of},", envs[of].name)
     ]
 
 
@@ -378,7 +438,8 @@ def describe_set_result(result: Evaluation, name: str, env: str) -> list[str]:
     error = "" if result.reward_error is None else f" ± {result.reward_error:.4f}"
     lines = [
         f"{name} on {env}: mean reward {result.reward_mean:.4f}{error}  "
-        f"({result.episodes} episodes, {result.reward_min:.3g} to {result.reward_max:.3g}, {result.seconds:.1f} s)",
+        f"({result.episodes} episodes, {result.reward_min:.3g} to {result.reward_max:.3g}, "
+        f"{result.seconds:.1f} s)",
         f"  of an episode: {result.turns_mean:.2f} turns, {result.tokens_mean:.1f} sampled tokens",
     ]
     samples = max(int(k) for k in result.passes)
@@ -414,19 +475,24 @@ class PairedDifference(msgspec.Struct, frozen=True):
 
 
 def compare_results(result: Evaluation, baseline: Evaluation) -> dict[str, PairedDifference]:
-    """Return the paired difference of each set of tasks by its name, which is empty if there is one set.
+    """Return the paired difference of each set of tasks by its name, which is empty if
+    there is one set.
 
-    Tasks that only one of the two has are left out: a prompt may be too long for one model's tokenizer.
+    Tasks that only one of the two has are left out: a prompt may be too long for one
+    model's tokenizer.
     """
     compared = {}
     for name, each in (result.sets or {"": result}).items():
         other = (baseline.sets or {"": baseline})[name].rewards
         differences = [
-            float(np.mean(each.rewards[task]) - np.mean(other[task])) for task in each.rewards if task in other
+            float(np.mean(each.rewards[task]) - np.mean(other[task]))
+            for task in each.rewards
+            if task in other
         ]
         if differences:
             mean, _, low, high = mean_interval(differences)
-            better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+            better = sum(d > 0 for d in differences)
+            worse = sum(d < 0 for d in differences)
             compared[name] = PairedDifference(mean, low, high, len(differences), better, worse)
     return compared
 
@@ -435,8 +501,8 @@ def describe_difference(difference: PairedDifference, name: str) -> str:
     """Describe a paired difference in one readable line."""
     interval = _format_interval(difference.low, difference.high)
     return (
-        f"difference{f' on {name}' if name else ''}: {difference.mean:+.4f}{interval}, better on {difference.better} "
-        f"and worse on {difference.worse} of {difference.tasks} tasks"
+        f"difference{f' on {name}' if name else ''}: {difference.mean:+.4f}{interval}, better on "
+        f"{difference.better} and worse on {difference.worse} of {difference.tasks} tasks"
     )
 
 
@@ -455,20 +521,25 @@ def eval_command(
 ) -> Evaluation:
     """Evaluate, with progress on stderr and the result on stdout.
 
-    With `json`, one object is the last line. The result of a run's model is kept beside its checkpoints.
+    With `json`, one object is the last line. The result of a run's model is kept beside
+    its checkpoints.
 
     Args:
-        baseline: A model that plays the same tasks before, for the difference; see `make_baseline_target`.
+        baseline: A model that plays the same tasks before, for the difference; see
+            `make_baseline_target`.
     """
     if target is not None and "=" in target and not Path(target).exists():
-        overrides, target = [target, *overrides], None  # a setting, and no target
+        overrides = [target, *overrides]  # a setting, and no target
+        target = None
     what = choose_target(target, preset, env, overrides, policy, root).with_tasks(tasks, seed)
     if baseline is not None and policy != "model":
         raise ConfigError(f"`--baseline` compares models, and `--policy {policy}` uses none")
-    # The baseline comes first, since it is checked and refused before minutes are spent on the other.
+    # The baseline comes first, since it is checked and refused before minutes are
+    # spent on the other.
     targets = [] if baseline is None else [make_baseline_target(what, baseline, root)]
     results = [_play_with_progress(each, policy) for each in [*targets, what]]
-    result, out = results[-1], SafeConsole()
+    result = results[-1]
+    out = SafeConsole()
     lines = []
     for each, played in zip([*targets, what], results, strict=True):
         name = each.model.name if each.model is not None and policy == "model" else policy
@@ -477,8 +548,10 @@ def eval_command(
         lines += describe_result(played, name, each.environments)
     differences = compare_results(result, results[0]) if targets else {}
     lines += [describe_difference(each, name) for name, each in differences.items()]
-    if policy == "model" and (path := save_result(what, result)) is not None:
-        lines.append(f"kept as {path}")
+    if policy == "model":
+        path = save_result(what, result)
+        if path is not None:
+            lines.append(f"kept as {path}")
     for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if json:
@@ -497,7 +570,9 @@ def eval_command(
     return result
 
 
-def _play_with_progress(target: EvaluationTarget, policy: Literal["model"] | BaselinePolicy) -> Evaluation:
+def _play_with_progress(
+    target: EvaluationTarget, policy: Literal["model"] | BaselinePolicy
+) -> Evaluation:
     check_evaluated_model(target, policy)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -515,6 +590,8 @@ def _play_with_progress(target: EvaluationTarget, policy: Literal["model"] | Bas
                 show_phase=lambda text: bar.update(task, description=text),
                 on_total=lambda episodes: bar.update(task, total=episodes),
                 on_outcome=lambda outcome: bar.advance(task),
-                report_event=lambda event, /, **fields: bar.console.print(event, fields, markup=False, highlight=False),
+                report_event=lambda event, /, **fields: bar.console.print(
+                    event, fields, markup=False, highlight=False
+                ),
             )
         )

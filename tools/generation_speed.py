@@ -1,9 +1,9 @@
 """Estimate how many tokens an engine samples in a second, and how many engines the learner needs.
 
 For each token of its running episodes, an engine reads its weights once and the KV cache of every
-episode, and computes with the parameters that a token uses. Rates are shares of an H100's peaks that
-engines usually reach, assumed: no engine was measured. Contexts have half of the allowed length. All
-its episodes sample all the time: prefill, tools and new weights take none.
+episode, and computes with the parameters that a token uses. Rates are shares of an H100's peaks
+that engines usually reach, assumed: no engine was measured. Contexts have half of the allowed
+length. All its episodes sample all the time: prefill, tools and new weights take none.
 """
 
 from __future__ import annotations
@@ -50,5 +50,7 @@ def estimate_generation(shape: ModelShape, config: Config, engine: EngineMemory)
     episodes = min(generator.concurrency, in_slots)
     cached = episodes * engine.kv_per_token * config.episode.max_total_tokens / 2
     operations = 2 * shape.active_parameters * episodes / engine.devices
-    seconds = ENGINE_STEP_SECONDS + (engine.weights + cached) / MEMORY_RATE + operations / COMPUTE_RATE
+    seconds = (
+        ENGINE_STEP_SECONDS + (engine.weights + cached) / MEMORY_RATE + operations / COMPUTE_RATE
+    )
     return GenerationSpeed(episodes, episodes / seconds)

@@ -1,7 +1,8 @@
-"""Make a tiny Qwen3-MoE as a start model, with a byte-level tokenizer, warmed up on the environment's oracle.
+"""Make a tiny Qwen3-MoE as a start model, with a byte-level tokenizer, warmed up on the
+environment's oracle.
 
-The warm-up is supervised, and short on purpose: it teaches the format of the game and little of the skill, so that
-reinforcement learning has rewards to learn from and most of the way still to go.
+The warm-up is supervised, and short on purpose: it teaches the format of the game and little of the
+skill, so that reinforcement learning has rewards to learn from and most of the way still to go.
 """
 
 from __future__ import annotations
@@ -55,15 +56,17 @@ from r3async.world.processes import add_user_module_path, hide_main_module, run_
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner
 
-# Only answers have an end token. With one after every message, a model of this size takes four times as many steps to
-# learn.
+# Only answers have an end token. With one after every message, a model of this size takes four
+# times as many steps to learn.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' "
+    "%}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 ROUTER_STD = 0.1
-"""Standard deviation of the router weights: five times that of others, so that routers have a preference from the start."""
+"""Standard deviation of the router weights: five times that of others, so that routers have a
+preference from the start."""
 WARMUP_LR = 1e-3
 WARMUP_BATCH_EPISODES = 64
 """Episodes per supervised step."""
@@ -75,14 +78,16 @@ EVALUATION_EPISODES = 64
 DIGEST_FILE = "digest"
 EVALUATE_EVERY = 10
 EVALUATION_INTERVALS = ((0.75, 2), (0.5, 4), (0.0, EVALUATE_EVERY))
-"""Steps until the next evaluation, from a share of the target reward on; an evaluation costs as much as two steps."""
+"""Steps until the next evaluation, from a share of the target reward on; an evaluation costs as
+much as two steps."""
 
 ShowProgress = Callable[[str], object]
 MakeModel = Callable[[Path, Config, ShowProgress], object]
 
 
 def build_byte_tokenizer() -> Any:
-    """Build a transformers tokenizer of 256 byte symbols and the special tokens, without merges: one token per byte."""
+    """Build a transformers tokenizer of 256 byte symbols and the special tokens, without merges:
+    one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +106,8 @@ def build_byte_tokenizer() -> Any:
 
 
 def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
-    """Build a `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds give equal weights."""
+    """Build a `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds
+    give equal weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -124,22 +130,29 @@ class OracleDemonstrations:
     """A source of episodes played by the environment's own oracle."""
 
     def __init__(
-        self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int, progress: ShowProgress = lambda line: None
+        self,
+        factory: EnvironmentFactory,
+        renderer: ChatRenderer,
+        seed: int,
+        progress: ShowProgress = lambda line: None,
     ):
         env = factory()
         if not isinstance(env, HasOracle):
             raise ConfigError(
-                f"{type(env).__name__} has no oracle() to warm a new model up with: give a trained one with model.path"
+                f"{type(env).__name__} has no oracle() to warm a new model up with: give a trained "
+                "one with model.path"
             )
-        self._factory, self._renderer = factory, renderer
+        self._factory = factory
+        self._renderer = renderer
         self._rng = random.Random(f"warm-up {seed}")
-        self._progress, self._reported = progress, set[str]()
+        self._progress = progress
+        self._reported = set[str]()
 
     async def _play_episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
         """Play an episode to its end.
 
-        The user's code may raise on some tasks, as in training; another task is played then. Raises the error with
-        which `MAX_CONSECUTIVE_FAILURES` tasks failed.
+        The user's code may raise on some tasks, as in training; another task is played then. Raises
+        the error with which `MAX_CONSECUTIVE_FAILURES` tasks failed.
         """
         for failed in range(1, MAX_CONSECUTIVE_FAILURES + 1):
             try:
@@ -150,13 +163,15 @@ class OracleDemonstrations:
                 self._report_error(error)
                 if failed == MAX_CONSECUTIVE_FAILURES:
                     raise RunFailed(
-                        f"{failed} tasks in a row failed while the new model was warmed up: {summarize_error(error).line}"
+                        f"{failed} tasks in a row failed while the new model was warmed up: "
+                        f"{summarize_error(error).line}"
                     ) from error
         raise AssertionError
 
     def _report_error(self, error: Exception) -> None:
         """Report each distinct error once."""
-        if (line := summarize_error(error).line) not in self._reported:
+        line = summarize_error(error).line
+        if line not in self._reported:
             self._reported.add(line)
             self._progress(f"the warm-up leaves a task out: {line}")
 
@@ -166,25 +181,34 @@ class OracleDemonstrations:
         env: Any = self._factory()
         messages = coerce_messages(await env.reset(task_seed), "reset()")
         conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
-        demonstration, turns = Demonstration(), []
+        demonstration = Demonstration()
+        turns = []
         while True:
             prompt = conversation.build_prompt().token_ids.tolist()
             answer = env.oracle()
             encoded = [*self._renderer.encode(answer), self._renderer.eos_token_id]
             demonstration.add_turn(prompt, encoded)
-            turns.append((demonstration.rows[-1][0][: -len(encoded)], copy.deepcopy(env), len(encoded)))
+            turns.append(
+                (demonstration.rows[-1][0][: -len(encoded)], copy.deepcopy(env), len(encoded))
+            )
             conversation.add_answer(encoded)
             result = await env.step(Action(answer))
             if result.done:
                 return demonstration, turns
             messages = coerce_messages(result.messages, "StepResult.messages")
-            (conversation.replace_messages if result.rewrites else conversation.add_messages)(messages)
+            (conversation.replace_messages if result.rewrites else conversation.add_messages)(
+                messages
+            )
 
     def make_batch(self, size: int) -> list[Sample]:
         """Play `size` episodes; each gives one sample, or more where history was rewritten."""
 
         async def play() -> list[Sample]:
-            return [s for i in range(size) for s in (await self._play_episode())[0].build_samples(str(i))]
+            return [
+                s
+                for i in range(size)
+                for s in (await self._play_episode())[0].build_samples(str(i))
+            ]
 
         return run_on_shared_loop(play())
 
@@ -226,8 +250,11 @@ class OracleDemonstrations:
                 answer = row[: row.index(self._renderer.eos_token_id)] if ended else row
                 text = self._renderer.decode_answer(answer)
                 try:
-                    rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
-                except Exception as error:  # raised by the user's environment for the model's answer
+                    rewards.append(
+                        (await env.step(Action(text, "stop" if ended else "length"))).reward
+                    )
+                except Exception as error:
+                    # Raised by the user's environment for the model's answer.
                     self._report_error(error)
             return rewards
 
@@ -237,7 +264,8 @@ class OracleDemonstrations:
 def warm_up_model(
     learner: TorchLearner, data: OracleDemonstrations, init: InitConfig, progress: ShowProgress
 ) -> tuple[int, float]:
-    """Train supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and reward reached."""
+    """Train supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps
+    and reward reached."""
     from r3async.learner.micro_batches import pack_samples
     from r3async.learner.supervised import run_supervised_step
 
@@ -250,12 +278,16 @@ def warm_up_model(
         finally:
             model.set_attn_implementation(packed)
 
-    step, reward = 0, 0.0 if init.warm_reward > 0 else sampled_reward()
+    step = 0
+    reward = 0.0 if init.warm_reward > 0 else sampled_reward()
     look = EVALUATE_EVERY
     while reward < init.warm_reward and step < init.max_warm_steps:
         run_supervised_step(
             learner,
-            pack_samples(data.make_batch(WARMUP_BATCH_EPISODES), learner.config.learner.max_tokens_per_micro_batch),
+            pack_samples(
+                data.make_batch(WARMUP_BATCH_EPISODES),
+                learner.config.learner.max_tokens_per_micro_batch,
+            ),
         )
         step += 1
         if step == look:
@@ -263,12 +295,16 @@ def warm_up_model(
             # The reward rises steeply near the end: evaluate often there, so as not to overshoot.
             share = reward / init.warm_reward
             look += next(steps for least, steps in EVALUATION_INTERVALS if share >= least)
-            progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
+            progress(
+                f"warming up the new model: step {step}, sampled reward {reward:.2f} of "
+                f"{init.warm_reward:.2f}"
+            )
     return step, reward
 
 
 def _make_warmup_config(config: Config) -> Config:
-    """Return the settings of the learner for the warm-up: one rank in float32, whatever trains the model later."""
+    """Return the settings of the learner for the warm-up: one rank in float32, whatever trains
+    the model later."""
     longest = max(config.episode.max_total_tokens, WARMUP_MICRO_BATCH_TOKENS)
     learner = LearnerConfig(
         backend="torch",
@@ -282,12 +318,15 @@ def _make_warmup_config(config: Config) -> Config:
     return Config(episode=config.episode, learner=learner, routing=RoutingConfig(replay="off"))
 
 
-def init_model(directory: Path, config: Config, progress: ShowProgress = lambda line: None) -> dict[str, float]:
-    """Make `directory` with safetensors, tokenizer, chat template, and `r3async_init.json`, a record of the warm-up.
+def init_model(
+    directory: Path, config: Config, progress: ShowProgress = lambda line: None
+) -> dict[str, float]:
+    """Make `directory` with safetensors, tokenizer, chat template, and `r3async_init.json`, a
+    record of the warm-up.
 
-    The directory is written elsewhere and renamed, so that an interrupted call leaves nothing incomplete. Raises
-    `FileExistsError` if the directory exists, `ConfigError` if the environment has no oracle, and `RunFailed` if its
-    tasks fail one after the other.
+    The directory is written elsewhere and renamed, so that an interrupted call leaves nothing
+    incomplete. Raises `FileExistsError` if the directory exists, `ConfigError` if the environment
+    has no oracle, and `RunFailed` if its tasks fail one after the other.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists already")
@@ -299,15 +338,18 @@ def init_model(directory: Path, config: Config, progress: ShowProgress = lambda 
 
     from r3async.learner.torch.backend import TorchLearner
 
-    # Progress bars share a lock of all processes, which a killed one (`init_model_in_process`) never releases. Progress
-    # is reported here.
+    # Progress bars share a lock of all processes, which a killed one (`init_model_in_process`)
+    # never releases. Progress is reported here.
     logging.disable_progress_bar()
     tokenizer = build_byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
     data = OracleDemonstrations(factory, renderer, init.seed, progress)
     model = build_random_model(init, tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
-    progress(f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, top-{init.top_k}")
+    progress(
+        f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, "
+        f"top-{init.top_k}"
+    )
     scratch = directory.with_name(directory.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -317,7 +359,10 @@ def init_model(directory: Path, config: Config, progress: ShowProgress = lambda 
     threads = torch.get_num_threads()  # the learner takes one: as fast for matrices this small
     try:
         if is_dataset(config.env):
-            progress(f"warming it up on the rows' answers: `reward` is called for each, {WARMUP_BATCH_EPISODES} a step")
+            progress(
+                "warming it up on the rows' answers: `reward` is called for each, "
+                f"{WARMUP_BATCH_EPISODES} a step"
+            )
         learner = TorchLearner.from_pretrained(_make_warmup_config(config), scratch)
         steps, reward = warm_up_model(learner, data, init, progress)
     finally:
@@ -340,7 +385,8 @@ def init_model_in_process(
     hears, says = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
     process = context.Process(
-        target=_run_child_process, args=(directory, config_to_dict(config), get_registered_objects(), os.getpid(), says)
+        target=_run_child_process,
+        args=(directory, config_to_dict(config), get_registered_objects(), os.getpid(), says),
     )
     with hide_main_module():
         process.start()
@@ -356,7 +402,9 @@ def init_model_in_process(
             progress(news)
     except EOFError:
         process.join()
-        raise RuntimeError(f"the process that made the start model ended with code {process.exitcode}") from None
+        raise RuntimeError(
+            f"the process that made the start model ended with code {process.exitcode}"
+        ) from None
     finally:
         process.kill()
         process.join()
@@ -364,7 +412,11 @@ def init_model_in_process(
 
 
 def _run_child_process(
-    directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, connection: Connection
+    directory: Path,
+    config: dict[str, Any],
+    objects: dict[str, bytes],
+    owner: int,
+    connection: Connection,
 ) -> None:
     """Send lines of progress to `connection`, then None or the exception."""
     for stop in (
@@ -384,13 +436,17 @@ def _run_child_process(
 
 
 def init_or_copy_model(
-    directory: Path, config: Config, progress: ShowProgress = lambda line: None, make: MakeModel = init_model
+    directory: Path,
+    config: Config,
+    progress: ShowProgress = lambda line: None,
+    make: MakeModel = init_model,
 ) -> None:
     """Make a model with `init_model`, or copy one made before with the same settings.
 
-    Models are cached in `$XDG_CACHE_HOME/r3async` (`~/.cache/r3async`) under a digest of the settings and of the
-    code that makes them. Only models of built-in environments are cached, because others change under the same name.
-    A copy whose files do not match the noted digest is not used. A cache that cannot be written is skipped.
+    Models are cached in `$XDG_CACHE_HOME/r3async` (`~/.cache/r3async`) under a digest of the
+    settings and of the code that makes them. Only models of built-in environments are cached,
+    because others change under the same name. A copy whose files do not match the noted digest is
+    not used. A cache that cannot be written is skipped.
 
     Args:
         make: Makes the model; calls `init_model`.
@@ -413,12 +469,15 @@ def _find_cache_path(config: Config) -> Path | None:
     if any(each.env.name not in BUILTIN_ENVIRONMENTS for each in resolve_envs(config)):
         return None
     settings = config_to_dict(config)
-    key = xxhash.xxh3_128(msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted"))
+    key = xxhash.xxh3_128(
+        msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted")
+    )
     for name in ("torch", "transformers", "tokenizers"):
         key.update(f"{name} {importlib.metadata.version(name)}".encode())
     for made_by in (init_model, ReverseText, ChatRenderer, Demonstration):
         key.update(Path(inspect.getfile(made_by)).read_bytes())
-    for module in ("supervised.py", "optimizer.py", "torch/model.py"):  # to import them would import torch
+    # To import them would import torch.
+    for module in ("supervised.py", "optimizer.py", "torch/model.py"):
         key.update((Path(r3async.learner.__file__).parent / module).read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "r3async", key.hexdigest())

@@ -16,6 +16,7 @@ def make_keys(directory: Path, names: list[str], print_line: Callable[[str], Non
     if not made:
         print_line(f"{directory} has these keys already; nothing was changed")
     print_line(
-        f"set transport.keys={directory.resolve()}; a host that has only generators needs {GENERATOR_KEY_NAME}.secret and "
-        f"{LEARNER_KEY_NAME}.public, and the learner lets in the key of every *.public file"
+        f"set transport.keys={directory.resolve()}; a host that has only generators needs "
+        f"{GENERATOR_KEY_NAME}.secret and {LEARNER_KEY_NAME}.public, and the learner lets in the "
+        "key of every *.public file"
     )

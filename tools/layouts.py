@@ -1,4 +1,5 @@
-"""Find layouts of the learner's ranks, and memory-saving settings, with which a model fits on given GPUs."""
+"""Find layouts of the learner's ranks, and memory-saving settings, with which a model
+fits on given GPUs."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from .memory import GIB, RankMemory, count_replicas, estimate_rank_memory
 from .speed import estimate_speed
 
 MEMORY_HEADROOM = 0.95
-"""Share of a GPU's memory that a recommended layout may use; memory outside the estimate needs the rest."""
+"""Share of a GPU's memory that a recommended layout may use; memory outside the
+estimate needs the rest."""
 AS_FAST = 0.97
-"""Share of the highest speed from which a layout counts as fast as that one: the estimate is no better."""
+"""Share of the highest speed from which a layout counts as fast as that one: the
+estimate is no better."""
 
 
 class FittingLayout(msgspec.Struct, frozen=True):
-    """Settings of the learner with which a rank fits, its memory, and the tokens a second of each GPU."""
+    """Settings of the learner with which a rank fits, its memory, and the tokens a
+    second of each GPU."""
 
     learner: LearnerConfig
     memory: RankMemory
@@ -27,19 +31,22 @@ class FittingLayout(msgspec.Struct, frozen=True):
 
     def describe_settings(self) -> str:
         """Return the settings as they are written under `[learner]`."""
-        learner, p = self.learner, self.learner.parallel
+        learner = self.learner
+        p = self.learner.parallel
         told = [f"parallel = {{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}"]
         told += [f'recompute = "{learner.recompute}"']
         flags = ("offload_moments", "shard_optimizer", "shard_gradients")
         return ", ".join([*told, *(f"{name} = true" for name in flags if getattr(learner, name))])
 
 
-def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int, tokens: int) -> Iterator[FittingLayout]:
+def find_fitting_layouts(
+    shape: ModelShape, config: Config, gpus: int, tokens: int
+) -> Iterator[FittingLayout]:
     """Yield settings with which a Megatron rank fits, for steps of `tokens`, the simplest first.
 
-    From the least simple on, they have: moments in host memory, then recomputed activations, then pipeline stages,
-    then tensor-parallel ranks. Optimizer state is always sharded, because that costs nothing, and gradients are where
-    a rank fits with that alone.
+    From the least simple on, they have: moments in host memory, then recomputed activations, then
+    pipeline stages, then tensor-parallel ranks. Optimizer state is always sharded, because that
+    costs nothing, and gradients are where a rank fits with that alone.
     """
     kinds = [(o, r) for o in (False, True) for r in ("none", "selective", "full")]
     layouts = [(pp, tp) for pp in _list_divisors(gpus) for tp in _list_divisors(gpus // pp)]
@@ -47,7 +54,8 @@ def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int, tokens: i
     for offload, recompute in kinds:
         for pp, tp in layouts:
             stage = gpus // pp
-            # Experts over all ranks of a stage have no replicas; over fewer ranks, less is exchanged.
+            # Experts over all ranks of a stage have no replicas; over fewer ranks,
+            # less is exchanged.
             for ep in _list_divisors(stage) if experts else [1]:
                 parallel = ParallelConfig(dp=stage // tp, tp=tp, pp=pp, ep=ep)
                 if tp > config.cluster.gpus_per_node or not _can_divide(shape, parallel):
@@ -71,7 +79,9 @@ def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int, tokens: i
                         break
 
 
-def choose_layout(shape: ModelShape, config: Config, gpus: int, tokens: int) -> FittingLayout | None:
+def choose_layout(
+    shape: ModelShape, config: Config, gpus: int, tokens: int
+) -> FittingLayout | None:
     """Return the simplest layout that is as fast as the fastest that fits, or None if none does."""
     found = list(find_fitting_layouts(shape, config, gpus, tokens))
     fastest = max((layout.tokens_per_second for layout in found), default=0.0)
@@ -81,16 +91,18 @@ def choose_layout(shape: ModelShape, config: Config, gpus: int, tokens: int) -> 
 def recommend_layout(shape: ModelShape, config: Config, tokens: int) -> str:
     """Recommend a layout that fits, for steps of `tokens`, in a sentence.
 
-    It uses the GPUs of `learner.parallel`, or the fewest more, found by doubling, up to 64 times as many.
+    It uses the GPUs of `learner.parallel`, or the fewest more, found by doubling, up to
+    64 times as many.
     """
     if config.learner.backend != "megatron":
         return '`learner.backend` = "megatron" divides a model in more ways'
     gpus = config.learner.parallel.world_size
     for count in (gpus << n for n in range(7)):
-        if (layout := choose_layout(shape, config, count, tokens)) is not None:
+        layout = choose_layout(shape, config, count, tokens)
+        if layout is not None:
             return (
-                f"With {count} GPU(s) this takes {layout.memory.total_bytes / GIB:.0f} GiB each: [learner] "
-                f"{layout.describe_settings()}"
+                f"With {count} GPU(s) this takes {layout.memory.total_bytes / GIB:.0f} GiB each: "
+                f"[learner] {layout.describe_settings()}"
             )
     return f"No layout of up to {gpus << 6} such GPUs holds it"
 

@@ -1,7 +1,8 @@
 """Serve the page of ongoing runs on this machine's loopback: `r3async report --serve`.
 
-A request needs the token of the printed address. Host names of other machines are refused, so that no web page can
-send requests through its reader's browser. Runs are read only while somebody looks at them; see `views/live.py`.
+A request needs the token of the printed address. Host names of other machines are refused, so that
+no web page can send requests through its reader's browser. Runs are read only while somebody looks
+at them; see `views/live.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ RESPONSE_HEADERS = {
 }
 """Headers of every response.
 
-A page runs only our scripts, sends no requests elsewhere, and stays out of caches and other pages' frames.
+A page runs only our scripts, sends no requests elsewhere, and stays out of caches and
+other pages' frames.
 """
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,8 +57,11 @@ class LivePageServer:
         print_line: Called with a line about each page that could not be made.
     """
 
-    def __init__(self, runs: Sequence[Path], token: str, print_line: Callable[[str], Any] = lambda line: None):
-        self.token, self._print_line = token, print_line
+    def __init__(
+        self, runs: Sequence[Path], token: str, print_line: Callable[[str], Any] = lambda line: None
+    ):
+        self.token = token
+        self._print_line = print_line
         self._admitted_connections: set[web.RequestHandler] = set()
         """Connections that have sent the token."""
         self._runs = [LiveRun(run_dir) for run_dir in runs]
@@ -64,9 +69,11 @@ class LivePageServer:
         """Lock around reading, because each request updates what is known of a run."""
 
     async def start(self, port: int) -> web.AppRunner:
-        """Serve on a port of loopback until the returned runner is cleaned up. Raises `OSError` for a port that is not
-        free."""
-        runner = make_runner(self._build_app(), read_timeout=READ_TIMEOUT_SECONDS, shutdown_timeout=SHUTDOWN_SECONDS)
+        """Serve on a port of loopback until the returned runner is cleaned up. Raises `OSError` for
+        a port that is not free."""
+        runner = make_runner(
+            self._build_app(), read_timeout=READ_TIMEOUT_SECONDS, shutdown_timeout=SHUTDOWN_SECONDS
+        )
         await runner.setup()
         self._admitted_connections = limit_connections(runner, MAX_CONNECTIONS)
         try:
@@ -74,7 +81,8 @@ class LivePageServer:
         except OSError as error:
             await runner.cleanup()
             raise OSError(
-                f"port {port} of {LOOPBACK_HOST} cannot be opened: {error.strerror or error}; choose another"
+                f"port {port} of {LOOPBACK_HOST} cannot be opened: "
+                f"{error.strerror or error}; choose another"
             ) from error
         return runner
 
@@ -95,7 +103,9 @@ class LivePageServer:
                 status=403, text="this page answers to the names of loopback only"
             )
         elif not hmac.compare_digest(request.query.get("token", "").encode(), self.token.encode()):
-            answer = web.Response(status=403, text="the address lacks its token; it is where r3async was started")
+            answer = web.Response(
+                status=403, text="the address lacks its token; it is where r3async was started"
+            )
         else:
             self._admitted_connections.add(request.protocol)
             try:
@@ -107,7 +117,9 @@ class LivePageServer:
                 answer = web.Response(status=500, text=f"the page could not be made: {error!r}")
         if request.protocol not in self._admitted_connections:
             answer.force_close()  # a client without the token must not hold a connection
-        answer.headers.update({name: value for name, value in RESPONSE_HEADERS.items() if name not in answer.headers})
+        answer.headers.update(
+            {name: value for name, value in RESPONSE_HEADERS.items() if name not in answer.headers}
+        )
         return answer
 
     async def _close_runs(self, _: web.Application) -> None:
@@ -115,14 +127,19 @@ class LivePageServer:
             run.close()
 
     async def serve_page(self, request: web.Request) -> web.StreamResponse:
-        """Serve a whole page as it is now, with the processor time it took; 204 if the reader's `cursor` is current."""
+        """Serve a whole page as it is now, with the processor time it took; 204 if the reader's
+        `cursor` is current."""
         one = self._parse_run_number(request)
         async with self._read_lock:
-            text, spent = await asyncio.to_thread(self._render_page, one, request.query.get("cursor", ""))
+            text, spent = await asyncio.to_thread(
+                self._render_page, one, request.query.get("cursor", "")
+            )
         if text is None:
             return web.Response(status=204)
         return web.Response(
-            text=text, content_type="text/html", headers={"Server-Timing": f"cpu;dur={1000 * spent:.0f}"}
+            text=text,
+            content_type="text/html",
+            headers={"Server-Timing": f"cpu;dur={1000 * spent:.0f}"},
         )
 
     async def serve_episodes(self, request: web.Request) -> web.StreamResponse:
@@ -137,9 +154,12 @@ class LivePageServer:
         return web.Response(text=text, content_type="text/html")
 
     async def serve_episode(self, request: web.Request) -> web.StreamResponse:
-        run, group = self._find_single_run(request), bool(request.query.get("group"))
+        run = self._find_single_run(request)
+        group = bool(request.query.get("group"))
         async with self._read_lock:
-            text = await asyncio.to_thread(run.render_episode, request.query.get("key", ""), group=group)
+            text = await asyncio.to_thread(
+                run.render_episode, request.query.get("key", ""), group=group
+            )
         if text is None:
             raise web.HTTPNotFound(text="there is no such episode, or not any more")
         return web.Response(text=text, content_type="text/html")
@@ -167,24 +187,34 @@ class LivePageServer:
         return self._runs[number]
 
     def _render_page(self, run_number: int | None, known_cursor: str) -> tuple[str | None, float]:
-        """Render a page, blocking. Returns it (None if the reader has it) and this thread's processor seconds."""
+        """Render a page, blocking. Returns it (None if the reader has it) and this thread's
+        processor seconds."""
         began = time.thread_time()
         runs = self._runs if run_number is None else [self._runs[run_number]]
         cursor = ".".join(str(run.read_new()) for run in runs)
         if cursor == known_cursor:
             return None, 0.0
-        names = make_names_distinct([run.name for run in self._runs], [run.run_dir for run in self._runs])
+        names = make_names_distinct(
+            [run.name for run in self._runs], [run.run_dir for run in self._runs]
+        )
         links = [(name, f"run={number}") for number, name in enumerate(names)]
         links = [("compared", "run="), *links] if len(names) > 1 else links
         gone = [run.name for run in runs if run.is_gone]
-        live = LivePage(self.token, cursor, f"run={'' if run_number is None else run_number}", links, gone)
+        live = LivePage(
+            self.token, cursor, f"run={'' if run_number is None else run_number}", links, gone
+        )
         records = [run.make_record() for run in runs]
-        text = render_comparison_page(records, live) if run_number is None else render_run_page(records[0], live)
+        text = (
+            render_comparison_page(records, live)
+            if run_number is None
+            else render_run_page(records[0], live)
+        )
         return text, time.thread_time() - began
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether the `Host` of a request is a loopback name, with any port: a tunnel may use another."""
+    """Return whether the `Host` of a request is a loopback name, with any port: a tunnel
+    may use another."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     if name == "localhost":
         return True

@@ -1,4 +1,5 @@
-"""Checks before a start of the machine or cluster that makes a run: devices, memory, engines on CPU, addresses."""
+"""Checks before a start of the machine or cluster that makes a run: devices, memory, engines
+on CPU, addresses."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def has_gpu() -> bool:
 
 
 def check_cluster_address(address: str) -> None:
-    """Check that something listens at HOST:PORT, because Ray itself tries for minutes and then ends this process.
+    """Check that something listens at HOST:PORT, because Ray itself tries for minutes and then
+    ends this process.
 
     Other forms of an address are left to Ray.
     """
@@ -37,8 +39,8 @@ def check_cluster_address(address: str) -> None:
         socket.create_connection((strip_brackets(host), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"`cluster.address` = {address!r} (or RAY_ADDRESS): nobody answers there ({error}). Is the cluster running "
-            "(`ray start --head`)? Leave it out to start one on this machine"
+            f"`cluster.address` = {address!r} (or RAY_ADDRESS): nobody answers there ({error}). Is "
+            "the cluster running (`ray start --head`)? Leave it out to start one on this machine"
         ) from error
 
 
@@ -48,50 +50,57 @@ def check_devices(config: Config, shape: ModelShape) -> None:
         return
     if config.weights.backend == "nccl":
         raise ConfigError(
-            '`weights.backend` = "nccl" sends from GPU to GPU, and this machine has none: set weights.backend=auto, or '
-            "`cluster.address` to a cluster with GPUs"
+            '`weights.backend` = "nccl" sends from GPU to GPU, and this machine has none: set '
+            "weights.backend=auto, or `cluster.address` to a cluster with GPUs"
         )
     import psutil
 
     check_cpu_experts(config, shape)
-    ranks, count = config.learner.parallel.world_size, config.generator.count
+    ranks = config.learner.parallel.world_size
+    count = config.generator.count
     rank = estimate_rank_memory(shape, config)
-    needed = ranks * (rank.weights + rank.teacher) + count * estimate_engine_memory(shape, config).weights
+    needed = (
+        ranks * (rank.weights + rank.teacher)
+        + count * estimate_engine_memory(shape, config).weights
+    )
     here = psutil.virtual_memory().total
     if needed > here:
         gib = 2**30
         raise ConfigError(
-            f"the weights of {shape.name} take {needed / gib:.0f} GiB in {ranks} rank(s) and {count} engine(s), and this "
-            f"machine has no GPU and {here / gib:.0f} GiB of memory: set `cluster.address` to a cluster with GPUs, or take a "
-            "smaller model"
+            f"the weights of {shape.name} take {needed / gib:.0f} GiB in {ranks} rank(s) and "
+            f"{count} engine(s), and this machine has no GPU and {here / gib:.0f} GiB of memory: "
+            "set `cluster.address` to a cluster with GPUs, or take a smaller model"
         )
 
 
 def check_cpu_experts(config: Config, shape: ModelShape) -> None:
     """Refuse settings with which vLLM's CPU engine would start and then fail.
 
-    Its workers would crash at the first request, or the first new weights would not fit into experts that it has
-    padded.
+    Its workers would crash at the first request, or the first new weights would not fit into
+    experts that it has padded.
     """
     args = config.generator.engine_args
     if args.get("enable_expert_parallel"):
         raise ConfigError(
-            "`generator.engine_args.enable_expert_parallel`: vLLM has no expert parallelism on CPU, and this machine has no GPU: "
-            "leave it out, or set `cluster.address` to a cluster with GPUs"
+            "`generator.engine_args.enable_expert_parallel`: vLLM has no expert parallelism on "
+            "CPU, and this machine has no GPU: leave it out, or set `cluster.address` to a "
+            "cluster with GPUs"
         )
     workers = int(args.get("tensor_parallel_size", 1))
     if shape.moe_layers and shape.expert_width % (CPU_EXPERT_WIDTH * workers):
         raise ConfigError(
-            f"{shape.name}: this machine has no GPU, and an engine on CPU pads experts of width {shape.expert_width}"
-            f"{f' / {workers} workers' * (workers > 1)} to a multiple of {CPU_EXPERT_WIDTH}, and cannot take new weights then: "
-            f"take a model whose experts' width is a multiple of {CPU_EXPERT_WIDTH * workers}"
-            + ", or `generator.engine_args.tensor_parallel_size` = 1"
-            * (workers > 1)
+            f"{shape.name}: this machine has no GPU, and an engine on CPU pads experts of width "
+            f"{shape.expert_width}"
+            f"{f' / {workers} workers' if workers > 1 else ''} to a multiple of "
+            f"{CPU_EXPERT_WIDTH}, and cannot take new weights then: take a model whose experts' "
+            f"width is a multiple of {CPU_EXPERT_WIDTH * workers}"
+            + (", or `generator.engine_args.tensor_parallel_size` = 1" if workers > 1 else "")
         )
 
 
 def check_head_size(config: Config, shape: ModelShape, *, on_cpu: bool) -> None:
-    """Refuse heads of a size that vLLM's attention has not, with which it would fail at the first request.
+    """Refuse heads of a size that vLLM's attention has not, with which it would fail at
+    the first request.
 
     Args:
         on_cpu: The engines certainly have no GPU.
@@ -100,8 +109,9 @@ def check_head_size(config: Config, shape: ModelShape, *, on_cpu: bool) -> None:
         return
     if on_cpu or shape.head_dim < CPU_HEAD_DIMS[0]:
         raise ConfigError(
-            f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads; `model.init.heads` for a model that is made)"
+            f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: "
+            f"it takes {', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads; "
+            "`model.init.heads` for a model that is made)"
         )
 
 
@@ -111,8 +121,8 @@ def check_addresses(config: Config) -> None:
     if serving.enabled or is_agent(config.env):
         if serving.port and config.generator.count > 1:
             raise ConfigError(
-                f"`serving.port` = {serving.port} fits one generator a host, and `generator.count` = "
-                f"{config.generator.count}: set serving.port=0, and each takes a free one"
+                f"`serving.port` = {serving.port} fits one generator a host, and `generator.count` "
+                f"= {config.generator.count}: set serving.port=0, and each takes a free one"
             )
         _check_bindable("serving", serving.host, serving.port)
     if config.transport.host:
@@ -131,10 +141,12 @@ def _check_bindable(section: str, host: str, port: int, key: str = "host") -> No
     except OSError as error:
         if port and not isinstance(error, socket.gaierror) and _is_local_host(bare):
             raise ConfigError(
-                f"`{section}.port` = {port} on {host} cannot be used: {error.strerror}. Choose another, or 0 for a free one"
+                f"`{section}.port` = {port} on {host} cannot be used: {error.strerror}. Choose "
+                "another, or 0 for a free one"
             ) from error
         raise ConfigError(
-            f"`{section}.{key}` = {host!r} is no address of this machine ({error.strerror}): 127.0.0.1 is, or leave it out"
+            f"`{section}.{key}` = {host!r} is no address of this machine ({error.strerror}): "
+            "127.0.0.1 is, or leave it out"
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Checks of a run's model before a start: files, tokenizer, sizes, the backend's own requirements, adapters.
+"""Checks of a run's model before a start: files, tokenizer, sizes, the backend's own
+requirements, adapters.
 
 Only small files and the headers of weights are read; nothing is allocated.
 """
@@ -34,8 +35,10 @@ WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_teacher(config: Config) -> None:
-    """Check that `algorithm.distillation.teacher`, if set, is a model that reads the same tokens."""
-    if not (name := config.algorithm.distillation.teacher):
+    """Check that `algorithm.distillation.teacher`, if set, is a model that reads
+    the same tokens."""
+    name = config.algorithm.distillation.teacher
+    if not name:
         return
     check_model_files(name, "algorithm.distillation.teacher")
     if Path(config.model.path or "-").is_dir():
@@ -49,55 +52,74 @@ def check_teacher(config: Config) -> None:
 
 
 def check_model_directory(name: str) -> None:
-    """Check that `model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
-    path, said = Path(name), check_model_files(name, "model.path")
-    settings = _read_json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
-    if not settings.get("chat_template") and not any((path / file).exists() for file in CHAT_TEMPLATE_FILES):
+    """Check that `model.path` is a model with weights, a tokenizer and a chat template. Reads
+    small files only."""
+    path = Path(name)
+    said = check_model_files(name, "model.path")
+    settings = (
+        _read_json(path / "tokenizer_config.json", said)
+        if (path / "tokenizer_config.json").is_file()
+        else {}
+    )
+    if not settings.get("chat_template") and not any(
+        (path / file).exists() for file in CHAT_TEMPLATE_FILES
+    ):
         raise ConfigError(
-            f"{said} has no chat template, so messages cannot be shown to it: add chat_template.jinja, or take the model's "
-            "instruction-tuned version"
+            f"{said} has no chat template, so messages cannot be shown to it: add "
+            "chat_template.jinja, or take the model's instruction-tuned version"
         )
 
 
 def check_model_files(name: str, setting: str) -> str:
-    """Check that `setting` is a model with weights and a tokenizer. Returns its label for messages."""
-    path, said = Path(name), f"`{setting}` = {name!r}"
+    """Check that `setting` is a model with weights and a tokenizer. Returns its
+    label for messages."""
+    path = Path(name)
+    said = f"`{setting}` = {name!r}"
     if not path.exists():
         raise ConfigError(f"{said} is not a model directory (no config.json in it)")
     if not path.is_dir():
-        raise ConfigError(f"{said} is a file, not a model directory: name the directory with config.json in it")
+        raise ConfigError(
+            f"{said} is a file, not a model directory: name the directory with config.json in it"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{said} is not a model directory (no config.json in it)")
     if "model_type" not in _read_json(path / "config.json", said):
-        raise ConfigError(f"{said}: its config.json has no `model_type`, so it is no Hugging Face model")
+        raise ConfigError(
+            f"{said}: its config.json has no `model_type`, so it is no Hugging Face model"
+        )
     if not any(file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)):
         raise ConfigError(f"{said} has no weights: no *.safetensors in it")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"{said} has no *.safetensors, and its .bin files are not read: `AutoModelForCausalLM.from_pretrained(…)"
+            f"{said} has no *.safetensors, and its .bin files are not read: "
+            "`AutoModelForCausalLM.from_pretrained(…)"
             ".save_pretrained(…)` writes them"
         )
     _check_shards(path, said)
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         raise ConfigError(
-            f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
+            f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of "
+            "the model into it"
         )
     return said
 
 
 def _check_shards(path: Path, label: str) -> None:
     """Check that all shards of a model are there, with the index of their contents."""
-    index, shards = path / WEIGHT_INDEX_FILE, sorted(file.name for file in path.glob("*-of-*.safetensors"))
+    index = path / WEIGHT_INDEX_FILE
+    shards = sorted(file.name for file in path.glob("*-of-*.safetensors"))
     if index.is_file():
         named = _read_json(index, label).get("weight_map", {})
-        if lacking := sorted({str(name) for name in named.values() if not (path / str(name)).is_file()}):
+        lacking = sorted({str(name) for name in named.values() if not (path / str(name)).is_file()})
+        if lacking:
             raise ConfigError(
-                f"{label} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: copy them into it"
+                f"{label} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: "
+                "copy them into it"
             )
     elif shards and not (path / "model.safetensors").is_file():
         raise ConfigError(
-            f"{label} has its weights in {len(shards)} files ({shards[0]}, …) and no {WEIGHT_INDEX_FILE}, which says what is "
-            "in which: copy it into the directory"
+            f"{label} has its weights in {len(shards)} files ({shards[0]}, …) and no "
+            f"{WEIGHT_INDEX_FILE}, which says what is in which: copy it into the directory"
         )
 
 
@@ -120,19 +142,21 @@ def check_engine_config(config: Config) -> None:
         return
     if known.engine_unsupported_reason:
         raise ConfigError(
-            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the engine: "
-            f"{known.engine_unsupported_reason}. `r3async sft` trains it"
+            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the "
+            f"engine: {known.engine_unsupported_reason}. `r3async sft` trains it"
         )
     for key, needed in known.engine_config.items():
         if found.get(key) != needed:
             raise ConfigError(
-                f"`model.path` = {config.model.path!r}: its config.json has `{key}` = {json.dumps(found.get(key))}, and vLLM "
-                f"computes {known.title} with {json.dumps(needed)} only: add it to that file"
+                f"`model.path` = {config.model.path!r}: its config.json has `{key}` = "
+                f"{json.dumps(found.get(key))}, and vLLM computes {known.title} with "
+                f"{json.dumps(needed)} only: add it to that file"
             )
 
 
 def check_model_kind(config: Config) -> None:
-    """Check that a backend trains models of this type, and that the sizes in `config.json` are possible."""
+    """Check that a backend trains models of this type, and that the sizes in
+    `config.json` are possible."""
     path = Path(config.model.path)
     described = _read_json(path / "config.json", "`model.path`")
     check_model_type(described, path.name)
@@ -143,7 +167,8 @@ def check_model_kind(config: Config) -> None:
 
 
 def read_evaluated_shape(path: Path) -> ModelShape | None:
-    """Return the shape of a model that only generates; None if it describes itself by keys that nothing here reads.
+    """Return the shape of a model that only generates; None if it describes itself by keys that
+    nothing here reads.
 
     Raises `ConfigError` for sizes that no model can have.
     """
@@ -166,7 +191,8 @@ def check_tokenizer(config: Config) -> None:
 
 
 def check_buildable(config: Config) -> None:
-    """Check that the backend can build the model, shard it, and give it the adapters of `learner.lora`.
+    """Check that the backend can build the model, shard it, and give it the adapters
+    of `learner.lora`.
 
     Raises `ConfigError`.
     """
@@ -176,7 +202,8 @@ def check_buildable(config: Config) -> None:
             _check_backend_build(config, path)
     except LearnerError as error:
         raise ConfigError(f"`model.path` = {str(path)!r}: {error}") from error
-    except Exception as error:  # many kinds: transformers reads other keys of config.json without looking at them
+    except Exception as error:
+        # Many kinds: transformers reads other keys of config.json without looking at them.
         line = next(iter(str(error).splitlines()), "")
         raise ConfigError(
             f"`model.path` = {str(path)!r}: its config.json describes no model that can be built: "
@@ -197,13 +224,16 @@ def _check_backend_build(config: Config, path: Path) -> None:
 
 
 def check_planned_adapters(config: Config, shape: ModelShape) -> None:
-    """Check that `learner.lora.targets` name matrices of a model of this shape, which is not on this machine yet."""
+    """Check that `learner.lora.targets` name matrices of a model of this shape, which is not on
+    this machine yet."""
     if not config.learner.lora.rank:
         return
     modules = [
         (matrix.name, matrix.name.endswith("mlp.gate"))
         for layer in range(shape.num_layers)
-        for matrix in list_adaptable_matrices(shape, layer, fused_gate_up=config.learner.backend == "torch")
+        for matrix in list_adaptable_matrices(
+            shape, layer, fused_gate_up=config.learner.backend == "torch"
+        )
     ]
     try:
         select_targets(config.learner, modules)

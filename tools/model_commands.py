@@ -17,23 +17,32 @@ from .terminal import SafeConsole
 
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's"
+        ),
     ],
     directory: Annotated[
-        Path | None, typer.Argument(help="directory to make", show_default="NAME-model, or NAME-adapter")
+        Path | None,
+        typer.Argument(help="directory to make", show_default="NAME-model, or NAME-adapter"),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="where the start model is now, if it was moved")
+    ] = None,
     adapter: Annotated[
         bool,
         typer.Option(
             "--adapter/--merge",
-            help="of a run with learner.lora: only the adapters, in PEFT's format; or the whole model with the adapters "
-            "merged into its weights",
+            help=(
+                "of a run with learner.lora: only the adapters, in PEFT's format; or the whole "
+                "model with the adapters merged into its weights"
+            ),
         ),
     ] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
+    """Write a checkpoint's model as a Hugging Face directory: safetensors,
+    configuration, tokenizer."""
     from r3async.checkpoint import CheckpointError
 
     from . import export as exports
@@ -48,7 +57,8 @@ def export(
     except CheckpointError as error:
         _exit_with_error(str(error))
     typer.echo(
-        f"{directory}: the {'adapters' if adapter else 'model'} after step {opened.state.steps}, from {opened.path}"
+        f"{directory}: the {'adapters' if adapter else 'model'} after step {opened.state.steps}, "
+        f"from {opened.path}"
     )
 
 
@@ -57,7 +67,8 @@ def sft(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value: data=FILE and model.path=DIRECTORY, sft.epochs=3, learner.lr=1e-5", show_default=False
+            help="key=value: data=FILE and model.path=DIRECTORY, sft.epochs=3, learner.lr=1e-5",
+            show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
@@ -65,7 +76,8 @@ def sft(
     ] = False,
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Train on the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
+    """Train on the answers in your rows: messages, or prompts and answers. The model is in
+    runs/NAME/model."""
     config = load_command_config(preset, overrides or [], "sft")
     if dry_run:
         from .sft import describe_supervised_plan
@@ -85,23 +97,39 @@ def sft(
 
 
 def replay(
-    run: Annotated[str, typer.Argument(help="a run's name or directory, made with observe.record=full")] = "latest",
+    run: Annotated[
+        str, typer.Argument(help="a run's name or directory, made with observe.record=full")
+    ] = "latest",
     changed: Annotated[
         list[str] | None,
         typer.Option(
-            "--with", help="key=value that is not the run's: a counterfactual on the same data", show_default=False
+            "--with",
+            help="key=value that is not the run's: a counterfactual on the same data",
+            show_default=False,
         ),
     ] = None,
     start: Annotated[
-        int, typer.Option("--from", help="begin at the run's checkpoint of this step; 0: its start model")
+        int,
+        typer.Option(
+            "--from", help="begin at the run's checkpoint of this step; 0: its start model"
+        ),
     ] = 0,
-    steps: Annotated[int | None, typer.Option(help="at most so many steps", show_default="all")] = None,
-    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory for the replay's metrics and model")] = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="at most so many steps", show_default="all")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="where the start model is now, if it was moved")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="directory for the replay's metrics and model")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="one JSON object as the last line of stdout")
+    ] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Repeat a recorded run's steps without engines; name the first step and stage that differ. Exit 1 if one does."""
+    """Repeat a recorded run's steps without engines; name the first step and stage that differ.
+    Exit 1 if one does."""
     import msgspec
 
     from r3async.checkpoint import CheckpointError
@@ -114,9 +142,12 @@ def replay(
     screen = SafeConsole(stderr=True)
 
     def progress(recorded: RecordedStep, metrics: Mapping[str, float | None]) -> None:
-        pairs = [(name, recorded.metrics.get(name), metrics.get(name)) for name in replays.SHOWN_METRICS]
+        pairs = [
+            (name, recorded.metrics.get(name), metrics.get(name)) for name in replays.SHOWN_METRICS
+        ]
         text = ", ".join(
-            f"{n} {_format_value(theirs)}{f' -> {_format_value(ours)}' * bool(changed)}" for n, theirs, ours in pairs
+            f"{n} {_format_value(theirs)}{f' -> {_format_value(ours)}' if changed else ''}"
+            for n, theirs, ours in pairs
         )
         screen.print(f"step {recorded.step}: {text}", highlight=False, markup=False, soft_wrap=True)
 
@@ -139,18 +170,26 @@ def replay(
 
 def diagnose(
     target: Annotated[
-        str, typer.Argument(metavar="[RUN_OR_MODEL]", help="a run's name or directory, or a model directory")
+        str,
+        typer.Argument(
+            metavar="[RUN_OR_MODEL]", help="a run's name or directory, or a model directory"
+        ),
     ] = "latest",
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, for example learner.backend=torch", show_default=False)
+        list[str] | None,
+        typer.Argument(help="key=value, for example learner.backend=torch", show_default=False),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
+        str | None,
+        typer.Option(help="whose settings to use", show_default="the run's own, or the defaults"),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="one JSON object as the last line of stdout")
+    ] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Compare every stage of engine and learner on the same tokens; name the likely cause. Exit 1 if one diverges."""
+    """Compare every stage of engine and learner on the same tokens; name the likely cause. Exit 1
+    if one diverges."""
     import tempfile
 
     import msgspec
@@ -172,7 +211,9 @@ def diagnose(
 
     with tempfile.TemporaryDirectory(prefix="r3async-diagnose-") as scratch:
         try:
-            patient = find_diagnosis_target(target, preset, overrides or [], Path(scratch), say, runs)
+            patient = find_diagnosis_target(
+                target, preset, overrides or [], Path(scratch), say, runs
+            )
             done = examine(patient, Path(scratch), say)
         except (CheckpointError, LearnerError, EngineError, ActivationError, WeightError) as error:
             _exit_with_error(str(error))
@@ -183,19 +224,31 @@ def diagnose(
 
 def doctor(
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="measure what no CPU knows: kernels, memory and speed on a GPU")
+        bool,
+        typer.Option("--gpu", help="measure what no CPU knows: kernels, memory and speed on a GPU"),
     ] = False,
-    small: Annotated[bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")] = None,
-    minutes: Annotated[float, typer.Option(help="with --gpu: the same command continues with what is left")] = 9.5,
-    out: Annotated[Path, typer.Option(help="with --gpu: directory of its results")] = Path("gpu-check"),
+    small: Annotated[
+        bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="with --gpu: the same command continues with what is left")
+    ] = 9.5,
+    out: Annotated[Path, typer.Option(help="with --gpu: directory of its results")] = Path(
+        "gpu-check"
+    ),
 ) -> None:
-    """Print versions, what works here, what does not, and the remedy; with --gpu, what a GPU does."""
+    """Print versions, what works here, what does not, and the remedy; with --gpu,
+    what a GPU does."""
     if gpu:
         from .gpu_check.command import check_gpu
 
         with name_target(out):
-            code = check_gpu(out, small=small, only=only or [], minutes=minutes, console=SafeConsole())
+            code = check_gpu(
+                out, small=small, only=only or [], minutes=minutes, console=SafeConsole()
+            )
         raise typer.Exit(code)
     from .doctor import run_doctor
 
@@ -207,17 +260,24 @@ def _format_value(value: float | None) -> str:
 
 
 def _exit_with_error(message: str) -> NoReturn:
-    SafeConsole(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    SafeConsole(stderr=True).print(
+        message, style="bold red", highlight=False, markup=False, soft_wrap=True
+    )
     raise typer.Exit(2)
 
 
 def scale(
     run: Annotated[str, typer.Argument(help="the name or directory of a run whose command runs")],
-    wanted: Annotated[list[str], typer.Argument(metavar="generators=N", help="how many the run should have")],
-    wait: Annotated[float, typer.Option(help="seconds to wait until it has them; 0: do not wait")] = 900.0,
+    wanted: Annotated[
+        list[str], typer.Argument(metavar="generators=N", help="how many the run should have")
+    ],
+    wait: Annotated[
+        float, typer.Option(help="seconds to wait until it has them; 0: do not wait")
+    ] = 900.0,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if it lacks them yet."""
+    """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if
+    it lacks them yet."""
     from .inspect.run import InspectError, find_run
     from .scale import parse_generators, scale_run
 

@@ -1,4 +1,5 @@
-"""Forward a run's metrics to sinks and a Prometheus endpoint, and its failures to the user, in the driver."""
+"""Forward a run's metrics to sinks and a Prometheus endpoint, and its failures to the
+user, in the driver."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
 class MetricsForwarder:
     """A forwarder of the metrics, episodes and failures of a run.
 
-    It takes each status that the conductor reports; steps are in it. Evaluations and example episodes come from the
-    run's files, because an evaluation may end any time after its step. Failures of episodes come from its events,
-    and each kind is printed once. It never blocks except at the end.
+    It takes each status that the conductor reports; steps are in it. Evaluations and example
+    episodes come from the run's files, because an evaluation may end any time after its step.
+    Failures of episodes come from its events, and each kind is printed once. It never blocks
+    except at the end.
     """
 
     def __init__(self, config: Config, run_dir: Path, print_line: Callable[[str], object]):
@@ -36,10 +38,14 @@ class MetricsForwarder:
         from r3async.record.sinks import open_sinks
 
         self._sinks = open_sinks(config.log, run_dir, config_to_dict(config), print_line)
-        self._run_dir, self._say = run_dir, print_line
+        self._run_dir = run_dir
+        self._say = print_line
         self._endpoint = serve_metrics("driver", run_dir, config.observe)
-        self._evaluations, self._episodes = (FollowedFile(run_dir / name) for name in (EVALUATION_FILE, EPISODES_FILE))
-        self._events, self._history = FollowedFile(run_dir / EVENTS_FILE), RunHistory()
+        self._evaluations, self._episodes = (
+            FollowedFile(run_dir / name) for name in (EVALUATION_FILE, EPISODES_FILE)
+        )
+        self._events = FollowedFile(run_dir / EVENTS_FILE)
+        self._history = RunHistory()
         for _ in self._events.read_objects():  # events of earlier starts
             pass
         self._examples: list[EpisodeExample] = []
@@ -47,7 +53,8 @@ class MetricsForwarder:
         self.skip_written()
 
     def skip_written(self) -> None:
-        """Skip what the files contain when a run resumes: it was forwarded before, or its steps are repeated."""
+        """Skip what the files contain when a run resumes: it was forwarded before, or its
+        steps are repeated."""
         for file in (self._evaluations, self._episodes):
             for _ in file.read_objects():
                 pass
@@ -62,13 +69,20 @@ class MetricsForwarder:
 
     def _print_failures(self) -> None:
         for event in self._events.read_objects():
-            if self._history.add_event(event) and (kind := get_failure_key(event)) in self._history.failures:
-                self._say(f"an episode failed, others like it are only counted: {self._history.failures[kind].text}")
+            if self._history.add_event(event):
+                kind = get_failure_key(event)
+                if kind in self._history.failures:
+                    self._say(
+                        "an episode failed, others like it are only counted: "
+                        f"{self._history.failures[kind].text}"
+                    )
 
     def _forward_row(self, row: Mapping[str, Any]) -> None:
         self._sinks.write(row)
         # An evaluation may belong to an earlier step than the run's present one.
-        self._latest_metrics |= {n: v for n, v in row.items() if n not in ("step", "time") or not _is_evaluation(row)}
+        self._latest_metrics |= {
+            n: v for n, v in row.items() if n not in ("step", "time") or not _is_evaluation(row)
+        }
         if self._endpoint is not None:
             self._endpoint.set_metrics(self._latest_metrics)
 

@@ -16,7 +16,9 @@ from .plan import RunPlan, compute_free_kv_bytes, engine_memory_share
 def check_routes(config: Config, shape: ModelShape) -> None:
     """Check that a model whose routes are replayed has routers."""
     if config.routing.replay != "off" and shape.routing_shape is None:
-        raise ConfigError(f'{shape.name} has no MoE layer to replay routes in: set `routing.replay` = "off"')
+        raise ConfigError(
+            f'{shape.name} has no MoE layer to replay routes in: set `routing.replay` = "off"'
+        )
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
@@ -24,8 +26,9 @@ def check_positions(config: Config, shape: ModelShape) -> None:
     total = config.episode.max_total_tokens
     if shape.max_positions and total > shape.max_positions:
         raise ConfigError(
-            f"`episode.max_total_tokens` = {total} is more than the {shape.max_positions} positions of {shape.name}: set "
-            f"episode.max_total_tokens={shape.max_positions} episode.max_prompt_tokens={shape.max_positions // 2}"
+            f"`episode.max_total_tokens` = {total} is more than the {shape.max_positions} "
+            f"positions of {shape.name}: set episode.max_total_tokens={shape.max_positions} "
+            f"episode.max_prompt_tokens={shape.max_positions // 2}"
         )
 
 
@@ -34,8 +37,8 @@ def check_message_size(config: Config, plan: RunPlan) -> None:
     largest = config.episode.max_total_tokens * plan.wire_bytes_per_token + TRAJECTORY_HEADER_BYTES
     if largest > config.transport.max_message_bytes:
         raise ConfigError(
-            f"`transport.max_message_bytes` = {config.transport.max_message_bytes} is less than a trajectory may have: set "
-            f"it to at least {largest}"
+            f"`transport.max_message_bytes` = {config.transport.max_message_bytes} is less than a "
+            f"trajectory may have: set it to at least {largest}"
         )
 
 
@@ -48,28 +51,36 @@ def check_gpu_memory(config: Config, shape: ModelShape, plan: RunPlan) -> None:
         _check_shared_gpus(config, plan, capacity)
     if plan.rank.total_bytes > capacity:
         raise ConfigError(
-            f"a rank of the learner needs {plan.rank.total_bytes / GIB:.0f} GiB (weights and optimizer "
-            f"{(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations {plan.rank.activations / GIB:.0f}"
-            f"{f', teacher {plan.rank.teacher / GIB:.0f}' * bool(plan.rank.teacher)}) of "
-            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set `learner.recompute`, or lower "
-            f"`learner.max_tokens_per_micro_batch`. {recommend_layout(shape, config, plan.tokens_per_step)}"
+            f"a rank of the learner needs {plan.rank.total_bytes / GIB:.0f} GiB (weights and "
+            f"optimizer {(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations "
+            f"{plan.rank.activations / GIB:.0f}"
+            f"{f', teacher {plan.rank.teacher / GIB:.0f}' if plan.rank.teacher else ''}) of "
+            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set "
+            "`learner.recompute`, or lower `learner.max_tokens_per_micro_batch`. "
+            f"{recommend_layout(shape, config, plan.tokens_per_step)}"
         )
     engine = plan.engine
-    if (cache := config.generator.engine_args.get("kv_cache_memory_bytes")) and (
-        engine.bytes_beside_cache + int(cache) > capacity
+    cache = config.generator.engine_args.get("kv_cache_memory_bytes")
+    if cache and (engine.bytes_beside_cache + int(cache) > capacity):
+        raise ConfigError(
+            f"`generator.engine_args.kv_cache_memory_bytes` = {int(cache) / GIB:.0f} GiB: an "
+            f"engine takes {engine.bytes_beside_cache / GIB:.0f} GiB beside it, of a GPU of "
+            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: lower it"
+        )
+    if (
+        compute_free_kv_bytes(config, engine)
+        <= engine.kv_per_token * config.episode.max_total_tokens
     ):
         raise ConfigError(
-            f"`generator.engine_args.kv_cache_memory_bytes` = {int(cache) / GIB:.0f} GiB: an engine takes "
-            f"{engine.bytes_beside_cache / GIB:.0f} GiB beside it, of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g}: lower it"
-        )
-    if compute_free_kv_bytes(config, engine) <= engine.kv_per_token * config.episode.max_total_tokens:
-        raise ConfigError(
-            f"an engine's weights take {engine.weights / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g}, its steps and graphs {(engine.step + engine.graphs) / GIB:.0f}, and there are no "
-            "free bytes for one episode: raise `generator.engine_args.tensor_parallel_size`"
-            + ", or lower `max_num_batched_tokens` there"
-            * ("max_num_batched_tokens" in config.generator.engine_args)
+            f"an engine's weights take {engine.weights / GIB:.0f} GiB of a GPU of "
+            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}, its steps and graphs "
+            f"{(engine.step + engine.graphs) / GIB:.0f}, and there are no free bytes for one "
+            "episode: raise `generator.engine_args.tensor_parallel_size`"
+            + (
+                ", or lower `max_num_batched_tokens` there"
+                if "max_num_batched_tokens" in config.generator.engine_args
+                else ""
+            )
         )
 
 
@@ -81,8 +92,9 @@ def _check_shared_gpus(config: Config, plan: RunPlan, capacity: float) -> None:
     if plan.rank.total_bytes + engines * share * capacity > capacity:
         most = max(0.0, (1 - plan.rank.total_bytes / capacity) / engines)
         raise ConfigError(
-            f"a rank of the learner needs {plan.rank.total_bytes / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g}, and {engines} engine(s) beside it take {share:.0%} each: set "
-            f"`generator.engine_args.gpu_memory_utilization` to at most {math.floor(100 * most) / 100:g}, or give engines "
-            'GPUs of their own (`generator.colocate` = "off")'
+            f"a rank of the learner needs {plan.rank.total_bytes / GIB:.0f} GiB of a GPU of "
+            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}, and {engines} engine(s) beside it "
+            f"take {share:.0%} each: set `generator.engine_args.gpu_memory_utilization` to at most "
+            f"{math.floor(100 * most) / 100:g}, or give engines GPUs of their own "
+            '(`generator.colocate` = "off")'
         )

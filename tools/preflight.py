@@ -1,7 +1,9 @@
-"""The checks before a start, in one list: a dry run, `submit` and the start itself make the same ones in the same order.
+"""The checks before a start, in one list: a dry run, `submit` and the start itself make the same
+ones in the same order.
 
-So what a dry run lets through, the start does not refuse, and the reverse. A check that needs what is not there (the
-model on the machine that submits, a GPU, permission to import code) is skipped, and a note names it.
+So what a dry run lets through, the start does not refuse, and the reverse. A check that needs what
+is not there (the model on the machine that submits, a GPU, permission to import code) is skipped,
+and a note names it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ from r3async.rollout.evaluation import check_environment
 from r3async.world.processes import run_on_shared_loop
 
 from .hub import resolve_hub_model
-from .machine_checks import check_addresses, check_cluster_address, check_devices, check_head_size, has_gpu
+from .machine_checks import (
+    check_addresses,
+    check_cluster_address,
+    check_devices,
+    check_head_size,
+    has_gpu,
+)
 from .memory import GPU_PARAMETERS, check_router_settings, check_trainable, find_model_shape
 from .model_checks import (
     check_buildable,
@@ -82,7 +90,8 @@ class StartRequest:
         runs: Directory of the runs.
         is_dry: Nothing starts on this machine: the model may be absent.
         made_elsewhere: Other machines make the run, as after `submit`.
-        import_code: Import the code that `config` names. Otherwise it is left alone; see `user_code`.
+        import_code: Import the code that `config` names. Otherwise it is left alone;
+            see `user_code`.
         notes: Lines for the user: what was found in the rows, and the names of skipped checks.
         supervised_rows: The rows of `sft`, which its check has read.
     """
@@ -112,7 +121,8 @@ class StartRequest:
 
     def find_obstacle(self, need: Need) -> str:
         """Return why checks with this need are skipped; "" if they are not."""
-        model, teacher = self.config.model.path, self.config.algorithm.distillation.teacher
+        model = self.config.model.path
+        teacher = self.config.algorithm.distillation.teacher
         if need == "model" and self.is_dry and model and not Path(model).exists():
             return f"`model.path` = {model!r} is not on this machine"
         if need == "teacher" and self.is_dry and teacher and not Path(teacher).exists():
@@ -124,7 +134,12 @@ class StartRequest:
             return "the cluster makes the run"
         if need == "devices" and (self.made_elsewhere or self.cluster_address):
             return "the cluster's hosts have the devices"
-        if need == "devices" and self.is_dry and not has_gpu() and self.shape.num_parameters > GPU_PARAMETERS:
+        if (
+            need == "devices"
+            and self.is_dry
+            and not has_gpu()
+            and self.shape.num_parameters > GPU_PARAMETERS
+        ):
             return "this machine has no GPU, for which the run is planned"
         return ""
 
@@ -143,15 +158,34 @@ ALL: tuple[Command, ...] = (*BOTH, "eval")
 
 START_CHECKS = (
     StartCheck("runs directory", lambda start: check_disk_space(start.runs), ("machine",), BOTH),
-    StartCheck("resumed checkpoint", lambda start: _check_resume_path(start.config), ("machine",), BOTH),
+    StartCheck(
+        "resumed checkpoint", lambda start: _check_resume_path(start.config), ("machine",), BOTH
+    ),
     StartCheck("sinks", lambda start: check_sinks(start.config.log), ("machine",), BOTH),
-    StartCheck("cluster address", lambda start: check_cluster_address(start.cluster_address), ("machine",), BOTH),
+    StartCheck(
+        "cluster address",
+        lambda start: check_cluster_address(start.cluster_address),
+        ("machine",),
+        BOTH,
+    ),
     StartCheck("learner", lambda start: _check_learner(start.config, start.command), (), BOTH),
-    StartCheck("model files", lambda start: _check_model_files(start.config, start.command), ("model",), ALL),
-    StartCheck("evaluated model", lambda start: _check_evaluated_model(start.config), (), ("eval",)),
+    StartCheck(
+        "model files",
+        lambda start: _check_model_files(start.config, start.command),
+        ("model",),
+        ALL,
+    ),
+    StartCheck(
+        "evaluated model", lambda start: _check_evaluated_model(start.config), (), ("eval",)
+    ),
     StartCheck("model type", lambda start: _check_model_type(start.config), ("model",), BOTH),
     StartCheck("model sizes", lambda start: start.shape, (), BOTH),
-    StartCheck("parallel layout", lambda start: check_trainable(start.shape, start.config.learner), (), BOTH),
+    StartCheck(
+        "parallel layout",
+        lambda start: check_trainable(start.shape, start.config.learner),
+        (),
+        BOTH,
+    ),
     StartCheck("router settings", lambda start: check_router_settings(start.shape, start.config)),
     StartCheck("routes", lambda start: check_routes(start.config, start.shape)),
     StartCheck("positions", lambda start: check_positions(start.config, start.shape), (), BOTH),
@@ -169,13 +203,22 @@ START_CHECKS = (
     StartCheck("policy loss", lambda start: _check_policy_loss(start.config), ("code",)),
     StartCheck("environment", lambda start: check_environment(start.config), ("code",)),
     StartCheck("rows", lambda start: _check_rows(start), ("code",), BOTH),
-    StartCheck("first episode", lambda start: run_on_shared_loop(try_environments(start.config)), ("code",)),
-    StartCheck("earlier run", lambda start: check_named_run(start.config, start.runs), ("machine", "code"), BOTH),
+    StartCheck(
+        "first episode", lambda start: run_on_shared_loop(try_environments(start.config)), ("code",)
+    ),
+    StartCheck(
+        "earlier run",
+        lambda start: check_named_run(start.config, start.runs),
+        ("machine", "code"),
+        BOTH,
+    ),
 )
 """All checks, in order: first the quick ones. docs/operations.md has their table."""
 
 
-def check_start(config: Config, runs: Path = Path("runs"), command: Command = "train") -> StartRequest:
+def check_start(
+    config: Config, runs: Path = Path("runs"), command: Command = "train"
+) -> StartRequest:
     """Make all checks of a start on this machine, and return the checked request.
 
     Raises `ConfigError` with the setting and the fix.
@@ -193,7 +236,8 @@ def check_dry_run(
     import_code: bool = True,
     made_elsewhere: bool = False,
 ) -> StartRequest:
-    """Make the checks of a start that does not follow, as far as this machine can, and return the checked request.
+    """Make the checks of a start that does not follow, as far as this machine can, and return the
+    checked request.
 
     Its notes name the skipped checks. Raises `ConfigError` with the setting and the fix.
     """
@@ -204,15 +248,21 @@ def check_dry_run(
 
 
 def make_checked_plan(
-    config: Config, import_code: bool = True, *, runs: Path = Path("runs"), made_elsewhere: bool = False
+    config: Config,
+    import_code: bool = True,
+    *,
+    runs: Path = Path("runs"),
+    made_elsewhere: bool = False,
 ) -> RunPlan:
-    """Plan a run that could start. Raises like `check_dry_run`, whose notes are the first of the plan."""
+    """Plan a run that could start. Raises like `check_dry_run`, whose notes are the
+    first of the plan."""
     start = check_dry_run(config, runs=runs, import_code=import_code, made_elsewhere=made_elsewhere)
     return msgspec.structs.replace(start.plan, notes=[*start.notes, *start.plan.notes])
 
 
 def run_checks(start: StartRequest) -> None:
-    """Make the checks of `START_CHECKS` for this command; the first failure raises `ConfigError`."""
+    """Make the checks of `START_CHECKS` for this command; the first failure
+    raises `ConfigError`."""
     skipped: dict[str, list[str]] = {}
     for check in START_CHECKS:
         if start.command not in check.commands:
@@ -222,12 +272,17 @@ def run_checks(start: StartRequest) -> None:
             skipped.setdefault(reasons[0], []).append(check.name)
         else:
             check.refuse(start)
-    start.notes += [f"not checked: {', '.join(names)} ({reason})" for reason, names in skipped.items()]
+    start.notes += [
+        f"not checked: {', '.join(names)} ({reason})" for reason, names in skipped.items()
+    ]
 
 
 def _check_resume_path(config: Config) -> None:
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
-        raise ConfigError(f"`resume` = {config.resume!r}: there is no such checkpoint, and no run with checkpoints")
+        raise ConfigError(
+            f"`resume` = {config.resume!r}: there is no such checkpoint, and no run "
+            "with checkpoints"
+        )
 
 
 def _check_learner(config: Config, command: Command) -> None:
@@ -239,7 +294,10 @@ def _check_model_files(config: Config, command: Command) -> None:
     if config.model.path:
         check_model_directory(config.model.path)
     elif command == "sft":
-        raise ConfigError("`model.path` is empty: name the model that is to learn, a directory with config.json in it")
+        raise ConfigError(
+            "`model.path` is empty: name the model that is to learn, a directory with "
+            "config.json in it"
+        )
 
 
 def _check_evaluated_model(config: Config) -> None:
@@ -293,16 +351,17 @@ def _check_rows(start: StartRequest) -> None:
     start.config = start.supervised_rows.update_config(start.config)
 
 
-# -- the environment -----------------------------------------------------------------------------------------------
+# -- the environment -------------------------------------------------------------------------------
 
 
 async def try_environments(config: Config) -> None:
-    """Play one turn of each environment with the best answer it knows, or an empty one if it knows none.
+    """Play one turn of each environment with the best answer it knows, or an empty one
+    if it knows none.
 
-    The best answer to a row is the row's own. Raises `ConfigError` if the environment breaks the protocol (a `step`
-    that returns a tuple, a reward that is a text, None or not finite, `sys.exit`), or if it fails with its own best
-    answer. Time-outs, connection errors, and errors with an empty answer are not judged: an empty answer may not be
-    a valid one.
+    The best answer to a row is the row's own. Raises `ConfigError` if the environment breaks the
+    protocol (a `step` that returns a tuple, a reward that is a text, None or not finite,
+    `sys.exit`), or if it fails with its own best answer. Time-outs, connection errors, and errors
+    with an empty answer are not judged: an empty answer may not be a valid one.
     """
     for each in resolve_envs(config):
         if not is_agent(each.env):
@@ -311,14 +370,17 @@ async def try_environments(config: Config) -> None:
 
 async def _try_environment(env: EnvConfig) -> None:
     environment = build_environment_factory(env)()
-    answer, said = "", "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
+    answer = ""
+    said = "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
     try:
         async with asyncio.timeout(ENVIRONMENT_TRY_SECONDS):
             told = coerce_messages(await environment.reset(0), "reset()")
             answer = environment.oracle() if isinstance(environment, HasOracle) else ""
             result = require_step_result(await environment.step(Action(answer)))
             if not (result.done or result.rewrites):
-                refuse_repeated_messages(told, coerce_messages(result.messages, "StepResult.messages"))
+                refuse_repeated_messages(
+                    told, coerce_messages(result.messages, "StepResult.messages")
+                )
     except (Exception, SystemExit) as error:
         raised = summarize_error(error)
         if isinstance(error, EnvironmentProtocolError | SystemExit):
@@ -326,7 +388,9 @@ async def _try_environment(env: EnvConfig) -> None:
             raise ConfigError(f"{said} failed {where}: {raised.line}") from error
         if answer and not raised.passing:
             whose = "the first row's own answer" if is_dataset(env) else "its own best answer"
-            raise ConfigError(f"{said} fails with {whose}, {answer!r:.80}: {raised.line}") from error
+            raise ConfigError(
+                f"{said} fails with {whose}, {answer!r:.80}: {raised.line}"
+            ) from error
     finally:
         with contextlib.suppress(Exception):
             await close_environment(environment)

@@ -27,7 +27,8 @@ class PresetHeader(msgspec.Struct, frozen=True):
 
 
 def read_preset_header(path: Path) -> PresetHeader:
-    """Read the head of a preset. Raises `ValueError` naming the missing part; every preset has all four."""
+    """Read the head of a preset. Raises `ValueError` naming the missing part; every
+    preset has all four."""
     lines = []
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
@@ -53,7 +54,10 @@ def describe_presets() -> str:
     out = []
     for path in list_preset_paths():
         header = read_preset_header(path)
-        body = f"{header.purpose}\nWhen: {header.when_to_use}\nStaleness bound: {header.staleness_bound} "
+        body = (
+            f"{header.purpose}\nWhen: {header.when_to_use}\nStaleness bound: "
+            f"{header.staleness_bound} "
+        )
         body += f"Tested on: {header.tested_on}"
         out.append(f"{path.stem}\n{textwrap.indent(_wrap_lines(body), '    ')}")
     return "\n".join(out)
@@ -66,7 +70,8 @@ def describe_preset(name: str) -> str:
         plan = f"your rows decide: r3async train {name} --dry-run data=FILE"
     else:
         plan = describe_plan(make_run_plan(config), config)
-        if code := find_named_code(config):
+        code = find_named_code(config)
+        if code:
             plan += f"\nnote: {describe_code(code)}. It was not imported"
     return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
 

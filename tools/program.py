@@ -23,8 +23,9 @@ def run_program() -> NoReturn:
 def end_process(code: int) -> NoReturn:
     """End this process quickly.
 
-    The interpreter would free every object of torch and transformers, which takes a second of a dry run for memory
-    that the system reclaims anyway. If Ray or a non-daemon thread is in this process, it ends as usual.
+    The interpreter would free every object of torch and transformers, which takes a second of a dry
+    run for memory that the system reclaims anyway. If Ray or a non-daemon thread is in this
+    process, it ends as usual.
     """
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if "torch" in sys.modules and "ray" not in sys.modules and not others:

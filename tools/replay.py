@@ -1,7 +1,8 @@
-"""Repeat the steps of a recorded run from its recorded data, and compare them with it bit by bit: `r3async replay`.
+"""Repeat the steps of a recorded run from its recorded data, and compare them with it bit by bit:
+`r3async replay`.
 
-No engine and no environment are used; Ray only where the learner has several ranks. The run's own state is never
-trained.
+No engine and no environment are used; Ray only where the learner has several ranks. The run's own
+state is never trained.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ STEP_SETTINGS = ("learner", "algorithm", "routing", "schedule", "episode", "seed
 
 
 class ReplayDifference(msgspec.Struct, frozen=True):
-    """The first difference between a replay and its run, in `stage` of `minibatch` (from 1) of `step`.
+    """The first difference between a replay and its run, in `stage` of `minibatch`
+    (from 1) of `step`.
 
     The stages are `learner.digests.DIGEST_STAGES`.
 
@@ -83,24 +85,31 @@ def replay_run(
     steps: int | None = None,
     model: Path | None = None,
     out: Path | None = None,
-    progress: Callable[[RecordedStep, Mapping[str, float | None]], object] = lambda recorded, metrics: None,
+    progress: Callable[
+        [RecordedStep, Mapping[str, float | None]], object
+    ] = lambda recorded, metrics: None,
 ) -> ReplayResult:
-    """Repeat the recorded steps, from the start model or from the run's checkpoint of step `start_step`.
+    """Repeat the recorded steps, from the start model or from the run's checkpoint of
+    step `start_step`.
 
     Args:
-        changed_settings: Settings, as `key=value`, that differ from the run's: a counterfactual on the same data.
+        changed_settings: Settings, as `key=value`, that differ from the run's: a counterfactual
+            on the same data.
         steps: Maximum number of steps.
         model: The current location of the start model.
         out: Directory for the metrics and the model of the replay.
 
     Raises `RecordingError`, `ConfigError`, `CheckpointError` or `LearnerError`.
     """
-    began, files = time.monotonic(), find_recorded_steps(run, start_step)[:steps]
+    began = time.monotonic()
+    files = find_recorded_steps(run, start_step)[:steps]
     if not files:
         raise RecordingError(f"{run} has no recorded step after step {start_step}")
     recorded, _ = read_recorded_step(files[0])
     session = _ReplaySession(run, recorded.lineage, changed_settings, start_step, model)
-    rows, difference, last = [], None, start_step
+    rows = []
+    difference = None
+    last = start_step
     try:
         for file in files:
             recorded, groups = read_recorded_step(file)
@@ -120,7 +129,9 @@ def replay_run(
                 session.save_model(out / "model")
     finally:
         session.close()
-    return ReplayResult(run.name, start_step + 1, last, difference, list(changed_settings), time.monotonic() - began)
+    return ReplayResult(
+        run.name, start_step + 1, last, difference, list(changed_settings), time.monotonic() - began
+    )
 
 
 def describe_replay(done: ReplayResult) -> str:
@@ -131,13 +142,20 @@ def describe_replay(done: ReplayResult) -> str:
     if done.difference is None:
         return f"{what}: every digest and metric is the run's"
     d = done.difference
-    lines = [f"{what}: step {d.step} is not the run's, first in minibatch {d.minibatch}, stage {d.stage}"]
-    lines += [f"  {name}: {theirs} in the run, {ours} here" for name, theirs, ours in d.metrics[:MAX_METRICS_SHOWN]]
+    lines = [
+        f"{what}: step {d.step} is not the run's, first in minibatch {d.minibatch}, stage {d.stage}"
+    ]
+    lines += [
+        f"  {name}: {theirs} in the run, {ours} here"
+        for name, theirs, ours in d.metrics[:MAX_METRICS_SHOWN]
+    ]
     return "\n".join(lines)
 
 
 def compare_step(
-    recorded: RecordedStep, digests: Sequence[Mapping[str, int]], metrics: Mapping[str, float | None]
+    recorded: RecordedStep,
+    digests: Sequence[Mapping[str, int]],
+    metrics: Mapping[str, float | None],
 ) -> ReplayDifference | None:
     """Return the first stage in which a step differs from the recorded one."""
     from r3async.learner.digests import DIGEST_STAGES
@@ -157,17 +175,29 @@ def compare_step(
 class _ReplaySession:
     """A learner that makes steps with the settings of one lineage after the other."""
 
-    def __init__(self, run: Path, lineage: int, changed_settings: Sequence[str], start_step: int, model: Path | None):
+    def __init__(
+        self,
+        run: Path,
+        lineage: int,
+        changed_settings: Sequence[str],
+        start_step: int,
+        model: Path | None,
+    ):
         from r3async.checkpoint.directory import CheckpointDirectory
 
-        self._run, self._changed, self._lineage = run, changed_settings, lineage
-        self._scratch = tempfile.TemporaryDirectory(prefix="r3async-replay-")  # for the logs of several ranks
+        self._run = run
+        self._changed = changed_settings
+        self._lineage = lineage
+        # For the logs of several ranks.
+        self._scratch = tempfile.TemporaryDirectory(prefix="r3async-replay-")
         self.config = self._read_settings(lineage)
         self._model = _find_start_model(run, self.config, model)
         checkpoints = CheckpointDirectory.from_config(self.config, run)
         if start_step and start_step not in checkpoints.list_steps():
             there = ", ".join(map(str, checkpoints.list_steps())) or "none"
-            raise RecordingError(f"--from {start_step}: {run} has no checkpoint of that step; there are {there}")
+            raise RecordingError(
+                f"--from {start_step}: {run} has no checkpoint of that step; there are {there}"
+            )
         self._learner, self._trainer = self._load_learner()
         if start_step:
             self._learner.restore_checkpoint(checkpoints.open_step(start_step).path)
@@ -184,27 +214,37 @@ class _ReplaySession:
         config = self.config
         learner = load_standalone_learner(config, self._model, Path(self._scratch.name), REAL_WORLD)
         cost = build_cost_model(decode_python_json((self._model / "config.json").read_bytes()))
-        return learner, Trainer(config, cost, learner, NullTracer(), NullReporter(), _refuse_placeholder)
+        return learner, Trainer(
+            config, cost, learner, NullTracer(), NullReporter(), _refuse_placeholder
+        )
 
     def enter_lineage(self, lineage: int, step: int) -> None:
-        """Apply the settings of a lineage from `step` on. Raises `RecordingError` if they would change the steps."""
+        """Apply the settings of a lineage from `step` on. Raises `RecordingError` if they would
+        change the steps."""
         if lineage == self._lineage:
             return
-        self._lineage, config = lineage, self._read_settings(lineage)
-        names = STEP_SETTINGS if config.learner.lr_schedule == "constant" else (*STEP_SETTINGS, "steps")
+        config = self._read_settings(lineage)
+        self._lineage = lineage
+        names = (
+            STEP_SETTINGS if config.learner.lr_schedule == "constant" else (*STEP_SETTINGS, "steps")
+        )
         other = [name for name in names if getattr(config, name) != getattr(self.config, name)]
         if other:
             raise RecordingError(
-                f"before step {step} the run was resumed with other settings ({', '.join(other)}): replay what follows by "
-                f"itself, with --from {step - 1}"
+                f"before step {step} the run was resumed with other settings ({', '.join(other)}): "
+                f"replay what follows by itself, with --from {step - 1}"
             )
 
     def train_step(
         self, recorded: RecordedStep, groups: list[list[Trajectory]]
     ) -> tuple[dict[str, float | None], list[dict[str, int]]]:
         """Train a recorded step. Returns its metrics as they would be written, and its digests."""
-        done = self._trainer.train_step(recorded.step, recorded.version, self._trainer.prepare_step(groups))
-        return {name: value if math.isfinite(value) else None for name, value in done.metrics.items()}, done.digests
+        done = self._trainer.train_step(
+            recorded.step, recorded.version, self._trainer.prepare_step(groups)
+        )
+        return {
+            name: value if math.isfinite(value) else None for name, value in done.metrics.items()
+        }, done.digests
 
     def save_model(self, directory: Path) -> None:
         self._learner.save_model(directory)
@@ -218,7 +258,9 @@ class _ReplaySession:
 def _find_start_model(run: Path, config: Config, model_path: Path | None) -> Path:
     path = model_path or (Path(config.model.path) if config.model.path else run / "init")
     if not (path / "config.json").is_file():
-        raise RecordingError(f"the start model of {run} is not in {path} any more: name its directory with --model")
+        raise RecordingError(
+            f"the start model of {run} is not in {path} any more: name its directory with --model"
+        )
     return path.absolute()
 
 
@@ -242,4 +284,6 @@ class NullReporter:
 
 
 def _refuse_placeholder(trajectory: Trajectory) -> Trajectory:
-    raise LearnerError(f"{trajectory.trajectory_id} was trained by the run, and cannot be trained now")
+    raise LearnerError(
+        f"{trajectory.trajectory_id} was trained by the run, and cannot be trained now"
+    )

@@ -1,4 +1,5 @@
-"""Write the page of a run or a comparison of several, or serve them during the runs: `r3async report`."""
+"""Write the page of a run or a comparison of several, or serve them during the runs:
+`r3async report`."""
 
 from __future__ import annotations
 
@@ -16,20 +17,25 @@ from .terminal import SafeConsole
 def report_command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUNS]...", help="runs' names or directories", show_default="latest"),
+        typer.Argument(
+            metavar="[RUNS]...", help="runs' names or directories", show_default="latest"
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="file to write", show_default="in the run")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="serve the page on this machine, up to date, until Ctrl-C")
+        bool,
+        typer.Option("--serve", help="serve the page on this machine, up to date, until Ctrl-C"),
     ] = False,
     port: Annotated[
-        int, typer.Option(help="with --serve: the port of loopback; 0: any free one", min=0, max=65535)
+        int,
+        typer.Option(help="with --serve: the port of loopback; 0: any free one", min=0, max=65535),
     ] = 0,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
+    """Write a run's report.html, one file that needs no network. Several runs: a page
+    that compares them."""
     from .inspect.run import InspectError
 
     if serve and output is not None:
@@ -41,15 +47,17 @@ def report_command(
             typer.echo(write_report_page(names or ["latest"], output, runs))
     except (InspectError, OSError) as error:
         line = describe_os_error(error)
-        SafeConsole(stderr=True).print(line, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(
+            line, style="bold red", highlight=False, markup=False, soft_wrap=True
+        )
         raise typer.Exit(2) from error
 
 
 def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> Path:
     """Write a report page and return its path.
 
-    The path is `output`, or `report.html` of the one run, or `compare.html` of the first of several. Raises
-    `InspectError` for an unknown run.
+    The path is `output`, or `report.html` of the one run, or `compare.html` of the first of
+    several. Raises `InspectError` for an unknown run.
     """
     from r3async.views.report import write_report
 

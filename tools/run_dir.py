@@ -1,4 +1,5 @@
-"""Choose the directory of a command's run, by name under the directory of runs, and check its disk space."""
+"""Choose the directory of a command's run, by name under the directory of runs, and
+check its disk space."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from r3async.world.files import DISK_FULL_ERRNOS
 from .targets import find_system_error
 
 MIN_FREE_BYTES = 2**20
-"""Free bytes needed for the configuration, logs and records of the first steps, besides models and checkpoints."""
+"""Free bytes needed for the configuration, logs and records of the first steps, besides models
+and checkpoints."""
 
 
 def open_named_run(
@@ -29,9 +31,12 @@ def open_named_run(
     root: Path = Path("runs"),
     report_event: EventReporter = ignore_event,
 ) -> run_directory.RunDirectory:
-    """Open `runs/NAME` with `r3async.actors.run_directory.open_run_directory`, and point `runs/latest` at it."""
+    """Open `runs/NAME` with `r3async.actors.run_directory.open_run_directory`, and point
+    `runs/latest` at it."""
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = asyncio.run(run_directory.open_run_directory(config, root / name, print_line, report_event))
+    run = asyncio.run(
+        run_directory.open_run_directory(config, root / name, print_line, report_event)
+    )
     try:
         _link_latest(root, name)
     except BaseException:
@@ -41,7 +46,8 @@ def open_named_run(
 
 
 def check_named_run(config: Config, root: Path) -> None:
-    """Check that `runs/NAME`, if it exists, can be resumed with these settings; see `check_run_directory`."""
+    """Check that `runs/NAME`, if it exists, can be resumed with these settings; see
+    `check_run_directory`."""
     if config.name:
         run_directory.check_run_directory(config, root / config.name)
 
@@ -55,7 +61,8 @@ def _link_latest(root: Path, name: str) -> None:
 
 
 def check_disk_space(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
-    """Raise `ConfigError` if the directory is not writable, or if the disk or the user's quota lacks `needed` bytes.
+    """Raise `ConfigError` if the directory is not writable, or if the disk or the user's quota
+    lacks `needed` bytes.
 
     The error about a full disk names the path, the free bytes and the needed bytes.
     """
@@ -70,7 +77,8 @@ def check_disk_space(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             raise _make_full_disk_error(directory, needed) from error
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # of a file system that cannot reserve
+        # Of a file system that cannot reserve.
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise _make_unwritable_error(directory, error.strerror) from error
     finally:
         with contextlib.suppress(OSError):
@@ -79,7 +87,8 @@ def check_disk_space(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
 
 @contextlib.contextmanager
 def explain_full_disk(directory: Path) -> Iterator[None]:
-    """Convert the error of a disk that fills up during the start into a `ConfigError` that says so."""
+    """Convert the error of a disk that fills up during the start into a
+    `ConfigError` that says so."""
     try:
         yield
     except Exception as error:
@@ -99,12 +108,15 @@ def _find_existing_parent(directory: Path) -> Path:
 
 
 def _make_unwritable_error(directory: Path, reason: str | None) -> ConfigError:
-    return ConfigError(f"no run can be written to {directory.absolute()}: {reason}. Choose another directory (--runs)")
+    return ConfigError(
+        f"no run can be written to {directory.absolute()}: {reason}. Choose another "
+        "directory (--runs)"
+    )
 
 
 def _make_full_disk_error(directory: Path, needed: int) -> ConfigError:
     free = shutil.disk_usage(_find_existing_parent(directory)).free
     return ConfigError(
-        f"the disk of {directory.absolute()} is full: {free:,} bytes are free, and a run needs {needed:,} and its model. "
-        "Free some, or choose another directory with --runs"
+        f"the disk of {directory.absolute()} is full: {free:,} bytes are free, and a run needs "
+        f"{needed:,} and its model. Free some, or choose another directory with --runs"
     )

@@ -1,6 +1,7 @@
 """Change the number of generators of a running run: `r3async scale`.
 
-The request is a file in the run's directory (`actors/fleet_scaler.py`), and the answer comes in the run's events.
+The request is a file in the run's directory (`actors/fleet_scaler.py`), and the answer comes in
+the run's events.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ MAX_GENERATORS = 4096
 ANSWER_TIMEOUT_SECONDS = 60.0
 """Seconds within which the run's command answers, even while it starts Ray."""
 POLL_SECONDS = 0.2
-REFUSED_EXIT_CODE, PENDING_EXIT_CODE = 1, 3
+REFUSED_EXIT_CODE = 1
+PENDING_EXIT_CODE = 3
 """Exit codes of a refused request, and of one that is not fulfilled yet."""
-SHOWN_EVENTS = ("scale_waits", "generator_joined", "generator_left", "generator_refused", "generator_lost")
+SHOWN_EVENTS = (
+    "scale_waits",
+    "generator_joined",
+    "generator_left",
+    "generator_refused",
+    "generator_lost",
+)
 """Events that are printed."""
 
 
@@ -32,11 +40,13 @@ def parse_generators(arguments: Sequence[str]) -> int:
     name, equals, number = arguments[0].partition("=") if len(arguments) == 1 else ("", "", "")
     if name != "generators" or not equals or not number.isascii() or not number.isdigit():
         raise ConfigError(
-            f"`{' '.join(arguments)}`: write generators=N, for example generators=4; nothing else can be scaled"
+            f"`{' '.join(arguments)}`: write generators=N, for example generators=4; nothing "
+            "else can be scaled"
         )
     if not 1 <= int(number) <= MAX_GENERATORS:
         raise ConfigError(
-            f"`generators` = {number} must be 1 to {MAX_GENERATORS:,}: a run without generators cannot train"
+            f"`generators` = {number} must be 1 to {MAX_GENERATORS:,}: a run without "
+            "generators cannot train"
         )
     return int(number)
 
@@ -46,10 +56,16 @@ def scale_run(run_dir: Path, count: int, wait: float, print_line: Callable[[str]
 
     Raises `ConfigError` if no process runs the run.
     """
-    if (run := _read_run(run_dir)).has_ended:
-        raise ConfigError(f"{run_dir} is not running ({run.status}): set `generator.count` where it is started again")
+    run = _read_run(run_dir)
+    if run.has_ended:
+        raise ConfigError(
+            f"{run_dir} is not running ({run.status}): set `generator.count` where it "
+            "is started again"
+        )
     if not is_run_in_use(run_dir):
-        raise ConfigError(f"{run_dir} is not running (interrupted): set `generator.count` where it is resumed")
+        raise ConfigError(
+            f"{run_dir} is not running (interrupted): set `generator.count` where it is resumed"
+        )
     events = FollowedFile(run_dir / "events.jsonl")
     list(events.read_objects())  # earlier events
     wish = ScaleRequest(count, REAL_WORLD.unique_id())
@@ -65,17 +81,24 @@ def scale_run(run_dir: Path, count: int, wait: float, print_line: Callable[[str]
             print_line(_describe_event(event))
         if event.get("asked") == wish.asked and what in ("scaled", "scale_refused"):
             if what == "scale_refused":
-                print_line(f"{run_dir.name} has {event['generators']} generators: {event['reason']}")
+                print_line(
+                    f"{run_dir.name} has {event['generators']} generators: {event['reason']}"
+                )
                 return REFUSED_EXIT_CODE
-            print_line(f"{run_dir.name} has {event['generators']} generators, and had {event['of']}")
+            print_line(
+                f"{run_dir.name} has {event['generators']} generators, and had {event['of']}"
+            )
             return 0
         if what in ("run_finished", "run_failed"):
             print_line(f"{run_dir.name} ended before it had {count} generators")
             return REFUSED_EXIT_CODE
     if not answers:
-        raise ConfigError(f"nobody answers for {run_dir}: the command that trains it does not run (any more)")
+        raise ConfigError(
+            f"nobody answers for {run_dir}: the command that trains it does not run (any more)"
+        )
     print_line(
-        f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async tail {run_dir}`)"
+        f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async "
+        f"tail {run_dir}`)"
     )
     return PENDING_EXIT_CODE
 
@@ -86,10 +109,15 @@ def _read_run(run_dir: Path) -> FollowedRun:
     return run
 
 
-def _iter_events(events: FollowedFile, answers: Sequence[str], wait: float) -> Iterator[dict[str, Any]]:
-    """Yield events as they come, for `wait` seconds, or `ANSWER_TIMEOUT_SECONDS` if `answers` is empty by then."""
+def _iter_events(
+    events: FollowedFile, answers: Sequence[str], wait: float
+) -> Iterator[dict[str, Any]]:
+    """Yield events as they come, for `wait` seconds, or `ANSWER_TIMEOUT_SECONDS` if `answers`
+    is empty by then."""
     began = time.monotonic()
-    while (passed := time.monotonic() - began) < wait and (answers or passed < ANSWER_TIMEOUT_SECONDS):
+    while (passed := time.monotonic() - began) < wait and (
+        answers or passed < ANSWER_TIMEOUT_SECONDS
+    ):
         yield from events.read_objects()
         time.sleep(POLL_SECONDS)
 
@@ -101,10 +129,15 @@ def _describe_event(event: dict[str, Any]) -> str:
         case "scale_waits":
             return f"waiting for a place: {event.get('reason')}"
         case "generator_joined":
-            return f"{who} on {event.get('host')} generates, with version {event.get('version')} of the weights"
+            return (
+                f"{who} on {event.get('host')} generates, with version "
+                f"{event.get('version')} of the weights"
+            )
         case "generator_left":
             again = event.get("leased_again") or []
-            return f"{who} has left" + (f"; others generate its groups {', '.join(map(str, again))}" if again else "")
+            return f"{who} has left" + (
+                f"; others generate its groups {', '.join(map(str, again))}" if again else ""
+            )
         case "generator_refused":
             return f"{who} cannot join: {event.get('error')}"
     return f"{who} was lost, and is started again"

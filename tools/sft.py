@@ -1,8 +1,8 @@
 """Supervised training of the answers in your own rows: `r3async sft`.
 
-It is a run like any other: a directory with its configuration, metrics, checkpoints and the trained model. A stop
-finishes the step, and the same command with the run's name resumes. Nothing is generated, so there are no engines;
-with one rank, everything is in one process.
+It is a run like any other: a directory with its configuration, metrics, checkpoints and the trained
+model. A stop finishes the step, and the same command with the run's name resumes. Nothing is
+generated, so there are no engines; with one rank, everything is in one process.
 """
 
 from __future__ import annotations
@@ -51,13 +51,18 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 
 
-def run_sft(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
+def run_sft(
+    config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")
+) -> Path:
     """Train to the end and return the run directory.
 
     Raises `ConfigError`, `CheckpointError` or `LearnerError` with a remedy.
     """
     request = StopRequest()
-    with handle_stop_signals(request), LiveView(console or SafeConsole(file=sys.stderr), config.steps) as view:
+    with (
+        handle_stop_signals(request),
+        LiveView(console or SafeConsole(file=sys.stderr), config.steps) as view,
+    ):
         try:
             return _prepare_and_run(config, preset, view, root, request)
         except StoppedWhileLoading:
@@ -68,9 +73,11 @@ def run_sft(config: Config, preset: str, console: Console | None = None, root: P
 
 
 def describe_supervised_plan(config: Config, root: Path) -> str:
-    """Check a start that does not follow, and describe it as text. Raises `ConfigError` like `run_sft`."""
+    """Check a start that does not follow, and describe it as text. Raises
+    `ConfigError` like `run_sft`."""
     start = check_dry_run(config, command="sft", runs=root)
-    config, learner = start.config, start.config.learner
+    config = start.config
+    learner = start.config.learner
     rank = estimate_rank_memory(start.shape, config)
     rows = len(start.supervised_rows.rows) if start.supervised_rows else "unknown"
     return "\n".join(
@@ -84,10 +91,13 @@ def describe_supervised_plan(config: Config, root: Path) -> str:
     )
 
 
-def _prepare_and_run(config: Config, preset: str, view: LiveView, root: Path, request: StopRequest) -> Path:
+def _prepare_and_run(
+    config: Config, preset: str, view: LiveView, root: Path, request: StopRequest
+) -> Path:
     view.show_phase("reading the rows")
     start = check_start(config, root, "sft")
-    config, rows = start.config, start.supervised_rows
+    config = start.config
+    rows = start.supervised_rows
     assert rows is not None
     for line in start.notes:
         view.print_line(line)
@@ -108,7 +118,8 @@ def _prepare_and_run(config: Config, preset: str, view: LiveView, root: Path, re
 
 
 class SupervisedRun:
-    """One start of a supervised run. The event loop only waits for checkpoints; all torch work is in its thread."""
+    """One start of a supervised run. The event loop only waits for checkpoints; all torch work
+    is in its thread."""
 
     def __init__(
         self,
@@ -120,8 +131,13 @@ class SupervisedRun:
         outlets: MetricsForwarder,
         request: StopRequest,
     ):
-        self._config, self._run, self._model_path, self._data = config, run, model_path, rows
-        self._view, self._outlets, self._request = view, outlets, request
+        self._config = config
+        self._run = run
+        self._model_path = model_path
+        self._data = rows
+        self._view = view
+        self._outlets = outlets
+        self._request = request
         self._step = run.resume_from.state.steps if run.resume_from else 0
         self._elapsed = run.resume_from.state.elapsed if run.resume_from else 0.0
         self._made = 0
@@ -129,16 +145,21 @@ class SupervisedRun:
 
     async def run(self) -> None:
         """Run all steps, or those before a stop; then write the model and a checkpoint."""
-        config, directory = self._config, self._run.path
+        config = self._config
+        directory = self._run.path
         lineage = self._take_lineage(self._run.resume_from)
         self._view.rewind_to_step(self._step)
         self._view.show_phase("loading the model")
         from r3async.actors.driver import load_standalone_learner
 
-        learner = load_standalone_learner(config, self._model_path, directory.absolute(), REAL_WORLD)
+        learner = load_standalone_learner(
+            config, self._model_path, directory.absolute(), REAL_WORLD
+        )
         events = open_event_log(directory, "learner")
         events.info("learner_started", lineage=lineage.number, step=self._step)
-        writer = CheckpointWriter(config, f"{directory.name}-sft", self._model_path, directory, events)
+        writer = CheckpointWriter(
+            config, f"{directory.name}-sft", self._model_path, directory, events
+        )
         due, rows = CheckpointSchedule(config.checkpoint), MetricsFile(directory)
         due.mark_begun(self._step)
         try:
@@ -175,8 +196,8 @@ class SupervisedRun:
     def _take_lineage(self, resume: Checkpoint | None) -> Lineage:
         if resume is not None and resume.state.admission:
             raise CheckpointError(
-                f"{resume.path} is of `r3async train`, and has leases of episodes: to train its model, `r3async export` it and "
-                "set `model.path`"
+                f"{resume.path} is of `r3async train`, and has leases of episodes: to train its "
+                "model, `r3async export` it and set `model.path`"
             )
         return begin_lineage(self._run.path, resume, fingerprint_model(self._model_path))
 
@@ -189,14 +210,19 @@ class SupervisedRun:
     def _train_step(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
         """Train one step and return its row of metrics."""
         began = time.monotonic()
-        metrics = learner.train_supervised(self._pack_for_ranks(self._data.select_step_samples(self._step)))
+        metrics = learner.train_supervised(
+            self._pack_for_ranks(self._data.select_step_samples(self._step))
+        )
         seconds = time.monotonic() - began
         self._step += 1
         self._made += int(metrics["optimizer/updates"])
         self._elapsed += seconds
-        every, last = self._config.evaluation.every_steps, self._step == self._config.steps
+        every = self._config.evaluation.every_steps
+        last = self._step == self._config.steps
         if self._data.held_out and (last or (every and self._step % every == 0)):
-            total, tokens = learner.compute_supervised_loss(self._pack_for_ranks(self._data.held_out))
+            total, tokens = learner.compute_supervised_loss(
+                self._pack_for_ranks(self._data.held_out)
+            )
             metrics["loss/answers_held_out"] = total / max(tokens, 1.0)
         return {
             "step": self._step,
@@ -206,7 +232,8 @@ class SupervisedRun:
             **metrics,
             "data/epochs": self._step * self._config.sft.rows_per_step / len(self._data.rows),
             "timing/step_seconds": seconds,
-            "throughput/trained_tokens_per_second": metrics["batch/trained_tokens"] / max(seconds, 1e-9),
+            "throughput/trained_tokens_per_second": metrics["batch/trained_tokens"]
+            / max(seconds, 1e-9),
         }
 
     def _pack_for_ranks(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
@@ -223,18 +250,24 @@ class SupervisedRun:
 
     def _make_state(self, lineage: Lineage) -> TrainingState:
         return TrainingState(
-            steps=self._step, version=self._step, lineage=lineage, consumed=self._step, elapsed=self._elapsed
+            steps=self._step,
+            version=self._step,
+            lineage=lineage,
+            consumed=self._step,
+            elapsed=self._elapsed,
         )
 
     def _save_model(self, learner: Any) -> None:
-        name, done = self._run.path.name, self._step == self._config.steps
+        name = self._run.path.name
+        done = self._step == self._config.steps
         if self._step:
             self._view.show_phase("saving the model")
             learner.save_model(self._run.path / "model")
             self._view.print_line(f"trained model: {self._run.path / 'model'}")
         if not done:
             self._view.print_line(
-                f"stopped after {self._step} of {self._config.steps} steps; to resume: the same command with name={name}"
+                f"stopped after {self._step} of {self._config.steps} steps; to resume: the same "
+                f"command with name={name}"
             )
 
 

@@ -42,42 +42,65 @@ class SupervisedRows:
 
     @staticmethod
     def from_config(config: Config, print_line: Callable[[str], object]) -> SupervisedRows:
-        """Read the rows; those that do not fit into `episode.max_total_tokens` are dropped and counted.
+        """Read the rows; those that do not fit into `episode.max_total_tokens` are
+        dropped and counted.
 
         Raises `ConfigError`.
         """
         if not is_dataset(config.env):
             raise ConfigError(
-                "`data` names no rows to learn: set `data` = FILE, a directory, or the id of a dataset on the hub"
+                "`data` names no rows to learn: set `data` = FILE, a directory, or the id of a "
+                "dataset on the hub"
             )
-        data, path = resolve_data_config(config.env), Path(config.model.path)
+        data = resolve_data_config(config.env)
+        path = Path(config.model.path)
         tasks = TaskSplits(data, parse_row=parse_conversation)
         if data.digest not in ("", tasks.digest):
-            raise ConfigError(f"`data` = {data.path!r}: the rows are not those that the run began with: put them back")
+            raise ConfigError(
+                f"`data` = {data.path!r}: the rows are not those that the run began "
+                "with: put them back"
+            )
         renderer = make_renderer(config)
         assert renderer is not None
         longest = min(config.episode.max_total_tokens, config.learner.max_tokens_per_micro_batch)
         rows = _render_samples(tasks.train, renderer, longest, "trained", print_line)
-        held_out = _render_samples(tasks.eval, renderer, longest, "held out", print_line) if tasks.eval else []
+        held_out = (
+            _render_samples(tasks.eval, renderer, longest, "held out", print_line)
+            if tasks.eval
+            else []
+        )
         cost = build_cost_model(decode_python_json((path / "config.json").read_bytes()))
         return SupervisedRows(
-            rows, [s for row in held_out for s in row], tasks.digest, cost, config.seed, config.sft.rows_per_step
+            rows,
+            [s for row in held_out for s in row],
+            tasks.digest,
+            cost,
+            config.seed,
+            config.sft.rows_per_step,
         )
 
     def update_config(self, config: Config) -> Config:
-        """Return the configuration with the steps for `sft.epochs` and the rows' digest, fixed for any resume."""
+        """Return the configuration with the steps for `sft.epochs` and the rows' digest,
+        fixed for any resume."""
         steps = config.steps
         if config.sft.epochs:
             steps = max(1, math.ceil(config.sft.epochs * len(self.rows) / self.rows_per_step))
         config = msgspec.structs.replace(config, steps=steps)
-        config.env = msgspec.structs.replace(config.env, args={**config.env.args, "digest": self.digest})
-        config.schedule = msgspec.structs.replace(config.schedule, minibatches_per_step=1, epochs_per_step=1)
+        config.env = msgspec.structs.replace(
+            config.env, args={**config.env.args, "digest": self.digest}
+        )
+        config.schedule = msgspec.structs.replace(
+            config.schedule, minibatches_per_step=1, epochs_per_step=1
+        )
         return config
 
     def select_step_samples(self, step: int) -> list[Sample]:
-        """Return the samples of step `step` (from 0): the next rows, with another order in each epoch."""
-        count, out = len(self.rows), []
-        first, orders = step * self.rows_per_step, dict[int, Sequence[int]]()
+        """Return the samples of step `step` (from 0): the next rows, with another
+        order in each epoch."""
+        count = len(self.rows)
+        out = []
+        first = step * self.rows_per_step
+        orders = dict[int, Sequence[int]]()
         for at in range(first, first + self.rows_per_step):
             epoch, place = divmod(at, count)
             if epoch not in orders:
@@ -97,9 +120,15 @@ def _rename_sample(sample: Sample, prefix: str) -> Sample:
 
 
 def _render_samples(
-    tasks: Sequence[DatasetTask], renderer: ChatRenderer, longest: int, part: str, print_line: Callable[[str], object]
+    tasks: Sequence[DatasetTask],
+    renderer: ChatRenderer,
+    longest: int,
+    part: str,
+    print_line: Callable[[str], object],
 ) -> list[list[Sample]]:
-    out, shortest, unasked = [], 0, list[tuple[str, str]]()
+    out = []
+    shortest = 0
+    unasked = list[tuple[str, str]]()
     for number, task in enumerate(tasks):
         try:
             demonstration = build_demonstration(renderer, task.messages, parse_tools(task))
@@ -114,16 +143,20 @@ def _render_samples(
         shortest = min(shortest or length, length)
     if not out:
         raise ConfigError(
-            f"all {len(tasks)} rows are longer than `episode.max_total_tokens` = {longest}; the shortest has {shortest} tokens"
+            f"all {len(tasks)} rows are longer than `episode.max_total_tokens` = {longest}; the "
+            f"shortest has {shortest} tokens"
         )
     tokens = sum(int(s.table["loss_mask"].sum()) for row in out for s in row)
     dropped = len(tasks) - len(out)
-    longer = f" ({dropped} longer than episode.max_total_tokens = {longest})" * bool(dropped)
-    print_line(f"data: {len(out)} rows are {part}, {dropped} dropped{longer}; {tokens} tokens of answers")
+    longer = f" ({dropped} longer than episode.max_total_tokens = {longest})" if dropped else ""
+    print_line(
+        f"data: {len(out)} rows are {part}, {dropped} dropped{longer}; {tokens} tokens of answers"
+    )
     if unasked:
         where, text = unasked[0]
         print_line(
-            f"data: the prompt of an episode ends with {text!r}, which the chat template does not write before the answers of "
-            f"{len(unasked)} rows, such as {where}: they are learnt without it"
+            f"data: the prompt of an episode ends with {text!r}, which the chat template does "
+            f"not write before the answers of {len(unasked)} rows, such as {where}: they are "
+            "learnt without it"
         )
     return out

@@ -14,11 +14,18 @@ from r3async.world.process_output import escape_control_characters
 
 
 class SafeConsole(Console):
-    """A rich console that escapes control characters in text; its own colours and cursor movements are not text."""
+    """A rich console that escapes control characters in text; its own colours and cursor
+    movements are not text."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=escape_control_characters(segment.text))
+            yield (
+                segment
+                if segment.control
+                else segment._replace(text=escape_control_characters(segment.text))
+            )
 
 
 def echo_printable(text: Any = "", **options: Any) -> None:
@@ -27,6 +34,7 @@ def echo_printable(text: Any = "", **options: Any) -> None:
 
 
 def escape_text(text: Text) -> Text:
-    """Escape text for a display that is not a `SafeConsole`: unchanged if it is printable, else in one style."""
+    """Escape text for a display that is not a `SafeConsole`: unchanged if it is printable,
+    else in one style."""
     plain = escape_control_characters(text.plain)
     return text if plain == text.plain else Text(plain, text.style)

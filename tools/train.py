@@ -35,16 +35,17 @@ class StoppedWhileLoading(BaseException):
 
 
 REPEAT_SECONDS = 1.0
-"""Seconds within which the same signal is the same request: `timeout` signals the command, and then its group."""
+"""Seconds within which the same signal is the same request: `timeout` signals the command,
+and then its group."""
 
 
 class StopRequest:
     """The signal handler of a run, and its record of a requested stop.
 
-    The first Ctrl-C, SIGTERM or SIGHUP (the terminal was closed) requests an orderly end, and raises
-    `StoppedWhileLoading` while `is_loading`. A second Ctrl-C or SIGTERM raises `KeyboardInterrupt` at once, unless the
-    first one was the same less than `REPEAT_SECONDS` ago. A second SIGHUP means nothing, because the kernel and the
-    shell both send one.
+    The first Ctrl-C, SIGTERM or SIGHUP (the terminal was closed) requests an orderly end, and
+    raises `StoppedWhileLoading` while `is_loading`. A second Ctrl-C or SIGTERM raises
+    `KeyboardInterrupt` at once, unless the first one was the same less than `REPEAT_SECONDS` ago. A
+    second SIGHUP means nothing, because the kernel and the shell both send one.
     """
 
     def __init__(self) -> None:
@@ -60,12 +61,14 @@ class StopRequest:
             if number == signal.SIGHUP or (number == first and now < since + REPEAT_SECONDS):
                 return
             raise KeyboardInterrupt
-        self.requested, self._first = True, (number, now)
+        self.requested = True
+        self._first = (number, now)
         if self.is_loading:
             raise StoppedWhileLoading
 
     def install_handlers(self) -> dict[int, Any]:
-        """Handle these signals, if this is the main thread; but not a SIGHUP that is ignored, as under `nohup`.
+        """Handle these signals, if this is the main thread; but not a SIGHUP that is ignored,
+        as under `nohup`.
 
         Returns the previous handlers.
         """
@@ -88,11 +91,23 @@ def handle_stop_signals(request: StopRequest) -> Iterator[None]:
 
 
 class TerminalUI:
-    """The terminal, the outlets and the signals: the driver's interface to the user; see `driver.DriverUI`."""
+    """The terminal, the outlets and the signals: the driver's interface to the user; see
+    `driver.DriverUI`."""
 
-    def __init__(self, view: LiveView, forwarder: MetricsForwarder, request: StopRequest, callbacks: CallbackRunner):
-        self.view, self.forwarder, self.request, self.callbacks = view, forwarder, request, callbacks
-        self.print_line, self.show_phase, self.report_event = view.print_line, view.show_phase, make_reporter(view)
+    def __init__(
+        self,
+        view: LiveView,
+        forwarder: MetricsForwarder,
+        request: StopRequest,
+        callbacks: CallbackRunner,
+    ):
+        self.view = view
+        self.forwarder = forwarder
+        self.request = request
+        self.callbacks = callbacks
+        self.print_line = view.print_line
+        self.show_phase = view.show_phase
+        self.report_event = make_reporter(view)
 
     @property
     def stop_requested(self) -> bool:
@@ -135,16 +150,18 @@ def train(
     """Run to the end and return the run directory.
 
     Args:
-        make_launcher: Takes the arguments of `RunLauncher`, and returns one that starts other actors than usual.
+        make_launcher: Takes the arguments of `RunLauncher`, and returns one that starts other
+            actors than usual.
         callbacks: Callbacks as in `CallbackRunner`.
         request: The request through which another thread may ask for a stop.
 
-    Raises `ConfigError`, `CheckpointError` or `RunFailed` with a remedy. `NotTrained` (no step made an update),
-    `StoppedBeforeStep` and `CallbackFailed` are subclasses of `RunFailed`.
+    Raises `ConfigError`, `CheckpointError` or `RunFailed` with a remedy. `NotTrained` (no step made
+    an update), `StoppedBeforeStep` and `CallbackFailed` are subclasses of `RunFailed`.
     """
     from r3async.actors.process import StoppedBeforeStep
 
-    request, heard = request or StopRequest(), CallbackRunner(callbacks)
+    request = request or StopRequest()
+    heard = CallbackRunner(callbacks)
     view = make_view(config.steps) if console is None else LiveView(console, config.steps)
     with handle_stop_signals(request), view:
         try:
@@ -155,7 +172,9 @@ def train(
                 name = f" with name={config.name}" if config.name else ""
                 resume = f"to resume: the same command{name}"
                 if not view.shown_step:
-                    raise StoppedBeforeStep(f"stopped while loading, before a step was made; {resume}") from None
+                    raise StoppedBeforeStep(
+                        f"stopped while loading, before a step was made; {resume}"
+                    ) from None
                 view.print_line(f"stopped while loading, after step {view.shown_step}; {resume}")
             heard.end_run(None)
             return path
@@ -194,7 +213,8 @@ def _prepare_and_train(
     with explain_full_disk(root):
         run = open_named_run(config, preset, view.print_line, root, make_reporter(view))
     view.print_line(f"run directory: {run.path}")
-    view.rewind_to_step(step := run.resume_from.state.steps if run.resume_from else 0)
+    step = run.resume_from.state.steps if run.resume_from else 0
+    view.rewind_to_step(step)
     try:
         with explain_full_disk(run.path):
             model_path = run.find_start_model(config) or _make_start_model(config, run.path, view)
@@ -202,7 +222,11 @@ def _prepare_and_train(
             callbacks.begin_run(config, run.path, step)
             front = TerminalUI(view, outlets, request, callbacks)
             try:
-                asyncio.run(supervise_run(REAL_WORLD, config, model_path, run, front, make_launcher or RunLauncher))
+                asyncio.run(
+                    supervise_run(
+                        REAL_WORLD, config, model_path, run, front, make_launcher or RunLauncher
+                    )
+                )
             except RunFailed:
                 diagnose_failed_run(run.path, view.print_line, view.show_phase)
                 raise
@@ -217,7 +241,9 @@ def make_reporter(view: LiveView) -> EventReporter:
     """Return a reporter that tells the user what was found among the checkpoints."""
 
     def report(event: str, /, **facts: object) -> None:
-        view.print_line(f"{event.replace('_', ' ')}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
+        view.print_line(
+            f"{event.replace('_', ' ')}: {' '.join(f'{k}={v}' for k, v in facts.items())}"
+        )
 
     return report
 
@@ -233,7 +259,9 @@ def _make_start_model(config: Config, run_dir: Path, view: LiveView) -> Path:
         connect_cluster(REAL_WORLD, config)
 
     directory = run_dir / "init"
-    init_or_copy_model(directory, config, view.show_phase, partial(init_model_in_process, meanwhile=meanwhile))
+    init_or_copy_model(
+        directory, config, view.show_phase, partial(init_model_in_process, meanwhile=meanwhile)
+    )
     return directory.absolute()
 
 
@@ -247,5 +275,7 @@ def report_ended_run(run_dir: Path, view: LiveView) -> None:
     try:
         view.print_line(f"report: {write_report(run_dir)}")
     except OSError as error:
-        view.print_line(f"the report was not written ({error}); to write it later: r3async report {run_dir}")
+        view.print_line(
+            f"the report was not written ({error}); to write it later: r3async report {run_dir}"
+        )
     view.console.print(format_summary(summarize_run(run_dir)))

@@ -13,12 +13,15 @@ from r3async.config.others import find_equivalent_setting
 
 HELP_OPTIONS = ("-h", "--help")
 REMOVED_COMMANDS = {
-    "sweep": "train with each seed (`for s in 0 1 2; do r3async train PRESET seed=$s name=run-$s; done`), "
-    "and compare the runs (`r3async report run-0 run-1 run-2`)",
+    "sweep": (
+        "train with each seed (`for s in 0 1 2; do r3async train PRESET seed=$s name=run-$s; "
+        "done`), and compare the runs (`r3async report run-0 run-1 run-2`)"
+    ),
 }
 """Commands that are gone, with what serves in their place."""
 _SPEED_ADVICE = (
-    "the plan has the speed of both sides in its lines `training` and `generation`, and a run measures it (pace/ratio)"
+    "the plan has the speed of both sides in its lines `training` and `generation`, and a run "
+    "measures it (pace/ratio)"
 )
 REMOVED_OPTIONS = {
     "--capacity": _SPEED_ADVICE,
@@ -28,7 +31,8 @@ REMOVED_OPTIONS = {
 }
 """Options that are gone, with what serves in their place."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""Usage error of the click that typer uses, which is another package from one version of typer to the next."""
+"""Usage error of the click that typer uses, which is another package from one version of
+typer to the next."""
 
 
 class DefaultCommandGroup(TyperGroup):
@@ -50,7 +54,8 @@ class DefaultCommandGroup(TyperGroup):
 
 
 def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
-    """Explain a `UsageError` of the command line `arguments` in one line: what is wrong, and where the help is.
+    """Explain a `UsageError` of the command line `arguments` in one line: what is wrong, and
+    where the help is.
 
     Returns "" if typer has printed the help itself.
     """
@@ -58,7 +63,12 @@ def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
         return ""
     option = getattr(error, "option_name", "")
     hint = ""
-    if error.ctx is not None and error.ctx.parent is None and arguments[1:2] and arguments[1] in REMOVED_COMMANDS:
+    if (
+        error.ctx is not None
+        and error.ctx.parent is None
+        and arguments[1:2]
+        and arguments[1] in REMOVED_COMMANDS
+    ):
         hint = f": {REMOVED_COMMANDS[arguments[1]]}"
     elif option in REMOVED_OPTIONS:
         hint = f": {REMOVED_OPTIONS[option]}"
@@ -67,21 +77,31 @@ def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
     said = error.message if hint else error.format_message()
     message = " ".join(said.split()).rstrip(".")
     path = error.ctx.command_path if error.ctx is not None else "r3async"
-    return f"{path.removesuffix(' run').removesuffix(' show')}: {message}{hint}; for help: {path} -h"
+    return (
+        f"{path.removesuffix(' run').removesuffix(' show')}: {message}{hint}; for help: {path} -h"
+    )
 
 
 def _suggest_setting(option: str, arguments: Sequence[str]) -> str:
-    """Suggest a setting for an option: `--steps 10` is `steps=10` here. Returns "" if no setting is similar."""
+    """Suggest a setting for an option: `--steps 10` is `steps=10` here. Returns "" if no
+    setting is similar."""
     name = option.lstrip("-").replace("-", "_")
     keys = flatten_section(config_to_dict(Config()))
     if name in keys:
         value = next(
-            (_find_option_value(arguments[i:]) for i, word in enumerate(arguments) if word.split("=")[0] == option), "…"
+            (
+                _find_option_value(arguments[i:])
+                for i, word in enumerate(arguments)
+                if word.split("=")[0] == option
+            ),
+            "…",
         )
         return f". Settings have no dashes: {name}={value}"
     instead = find_equivalent_setting(name)
-    if not instead and len(found := [key for key in keys if key.endswith(f".{name}")]) == 1:
-        instead = f"it is `{found[0]}` here"
+    if not instead:
+        found = [key for key in keys if key.endswith(f".{name}")]
+        if len(found) == 1:
+            instead = f"it is `{found[0]}` here"
     return f". Settings have no dashes, and {instead}" if instead else ""
 
 

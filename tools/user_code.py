@@ -1,8 +1,8 @@
 """Find code that a configuration names, and decide whether a command may import it.
 
-A configuration can come from somebody else, and importing a module runs it. So a command that only shows something
-imports no module that only a file names. `r3async train … --dry-run` imports it if the user typed the name or
-confirms it. Commands that run import it.
+A configuration can come from somebody else, and importing a module runs it. So a command that only
+shows something imports no module that only a file names. `r3async train … --dry-run` imports it if
+the user typed the name or confirms it. Commands that run import it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,35 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import typer
 
-from r3async.config import DATASET_ENV, MIX_ENV, Config, EnvConfig, parse_data_config, parse_rewards, resolve_envs
+from r3async.config import (
+    DATASET_ENV,
+    MIX_ENV,
+    Config,
+    EnvConfig,
+    parse_data_config,
+    parse_rewards,
+    resolve_envs,
+)
 from r3async.envs.factory import BUILTIN_ENVIRONMENTS
 from r3async.envs.passed_objects import is_object_name
 from r3async.rollout.agents import FUNCTION_AGENT_PREFIX, is_agent
 
 
 def find_named_code(config: Config) -> dict[str, str]:
-    """Return every name by which a run with `config` would import somebody's code, by the setting that has it."""
+    """Return every name by which a run with `config` would import somebody's code, by the
+    setting that has it."""
     found: dict[str, str] = {}
     for each in resolve_envs(config):
-        found |= _find_environment_code(each.env, f"env.args.{each.label}." if each.label else "env.")
+        found |= _find_environment_code(
+            each.env, f"env.args.{each.label}." if each.label else "env."
+        )
     for name, settings in config.evaluation.resolve_sets().items():
         if settings.env.name not in ("", MIX_ENV):
-            prefix = "evaluation.env." if settings is config.evaluation else f"evaluation.sets.{name}.env."
+            prefix = (
+                "evaluation.env."
+                if settings is config.evaluation
+                else f"evaluation.sets.{name}.env."
+            )
             found |= _find_environment_code(settings.env, prefix)
     if ":" in config.algorithm.policy_loss:
         found["algorithm.policy_loss"] = config.algorithm.policy_loss
@@ -80,4 +95,6 @@ def _is_typed(name: str, overrides: Sequence[str]) -> bool:
 
 
 def describe_code(code: Mapping[str, str]) -> str:
-    return "The configuration names code: " + ", ".join(f"`{setting}` = {name}" for setting, name in code.items())
+    return "The configuration names code: " + ", ".join(
+        f"`{setting}` = {name}" for setting, name in code.items()
+    )

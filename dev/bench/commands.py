@@ -1,7 +1,7 @@
 """The `python -m dev bench` command line. It imports nothing heavy until a benchmark runs.
 
-Each benchmark is a command here: a module of this package measures, and `_print_report` makes the report of what it found.
-The list of benchmarks shows the first line of each command's docstring.
+Each benchmark is a command here: a module of this package measures, and `_print_report` makes the
+report of what it found. The list of benchmarks shows the first line of each command's docstring.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from dev.bench.report import Measurements
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
-Quick = Annotated[bool, typer.Option("--quick", help="a small measurement: the path, not the figures")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="a small measurement: the path, not the figures")
+]
 Seeds = Annotated[str, typer.Option(help="seeds, with commas between")]
 
 app = typer.Typer(
-    add_completion=False, help="Measure a part of r3async: `bench NAME --json`. Without a name: the list."
+    add_completion=False,
+    help="Measure a part of r3async: `bench NAME --json`. Without a name: the list.",
 )
 
 
@@ -39,11 +42,13 @@ def list_benchmarks(context: typer.Context) -> None:
         for command in app.registered_commands:
             assert command.callback is not None
             text = inspect.getdoc(command.callback) or ""
-            typer.echo(f"{command.callback.__name__:<12}{text.splitlines()[0]}")
+            summary = " ".join(text.partition("\n\n")[0].split())
+            typer.echo(f"{command.callback.__name__:<12}{summary}")
 
 
 def _print_report(name: str, measure: Callable[[], Measurements], json: bool) -> None:
-    """Measure and print the report. Exit with code 1 if the measurement failed, or found what it must not."""
+    """Measure and print the report. Exit with code 1 if the measurement failed, or found
+    what it must not."""
     from dev.bench.report import build_report, collect_facts, render_report
 
     facts = collect_facts(shlex.join(["python", "-m", "dev", *sys.argv[1:]]))
@@ -62,24 +67,39 @@ def _print_report(name: str, measure: Callable[[], Measurements], json: bool) ->
 def e2e(
     json: Json = False,
     peer: Annotated[str, typer.Option(help="trl, or none: our own accounting alone")] = "none",
-    peer_python: Annotated[str, typer.Option(help="the Python of an environment with the peer in it")] = "",
-    peer_threads: Annotated[int, typer.Option(help="torch threads of the peer; 0: the faster of 1 and all")] = 0,
+    peer_python: Annotated[
+        str, typer.Option(help="the Python of an environment with the peer in it")
+    ] = "",
+    peer_threads: Annotated[
+        int, typer.Option(help="torch threads of the peer; 0: the faster of 1 and all")
+    ] = 0,
     cases: Annotated[
-        str, typer.Option(help="of a, b, c, own; default: all with a peer, own without", show_default=False)
+        str,
+        typer.Option(
+            help="of a, b, c, own; default: all with a peer, own without", show_default=False
+        ),
     ] = "",
     seeds: Seeds = "0,1,2",
     steps: Annotated[int, typer.Option(help="steps of each run")] = 200,
     quick: Quick = False,
     keep: Annotated[
-        Path | None, typer.Option(help="directory for models and runs; those that it has are not made again")
+        Path | None,
+        typer.Option(help="directory for models and runs; those that it has are not made again"),
     ] = None,
 ) -> None:
-    """Compare whole runs with a peer's on this machine: time, CPU time by process, idle shares, reward."""
+    """Compare whole runs with a peer's on this machine: time, CPU time by process,
+    idle shares, reward."""
     from dev.bench.e2e import ComparisonPlan, compare_runs, shrink_plan
 
     chosen = cases.split(",") if cases else ["own"] if peer == "none" else ["a", "b", "c", "own"]
-    plan = ComparisonPlan(chosen, _parse_numbers(seeds, "--seeds"), peer, peer_python, peer_threads, steps)
-    _print_report("e2e", lambda: compare_runs(shrink_plan(plan) if quick else plan, print_to_stderr, keep=keep), json)
+    plan = ComparisonPlan(
+        chosen, _parse_numbers(seeds, "--seeds"), peer, peer_python, peer_threads, steps
+    )
+    _print_report(
+        "e2e",
+        lambda: compare_runs(shrink_plan(plan) if quick else plan, print_to_stderr, keep=keep),
+        json,
+    )
 
 
 @app.command()
@@ -89,17 +109,23 @@ def start(
     repeats: Annotated[int, typer.Option(help="starts of each case")] = 3,
     quick: Quick = False,
 ) -> None:
-    """Measure the way from the command to the first trained step: wall and CPU seconds, by stage and process."""
+    """Measure the way from the command to the first trained step: wall and CPU seconds, by
+    stage and process."""
     from dev.bench.start import measure_start
 
     _print_report(
-        "start", lambda: measure_start(cases.split(","), 1 if quick else repeats, print_to_stderr, quick=quick), json
+        "start",
+        lambda: measure_start(
+            cases.split(","), 1 if quick else repeats, print_to_stderr, quick=quick
+        ),
+        json,
     )
 
 
 @app.command()
 def stranger(json: Json = False) -> None:
-    """Walk from `git clone` to a trained, evaluated and exported model: minutes, commands, words read. Installs 4 GB."""
+    """Walk from `git clone` to a trained, evaluated and exported model: minutes, commands, words
+    read. Installs 4 GB."""
     from dev.bench.stranger import walk_path
 
     _print_report("stranger", lambda: walk_path(print_to_stderr), json)
@@ -122,10 +148,12 @@ def conductor(
     load = ConductorLoad(0, places, episode_seconds=episode, seconds=seconds)
     if only and only not in MEASURING_WAYS:
         raise ConfigError(f"--only {only!r} must be one of {', '.join(MEASURING_WAYS)}")
-    sizes, ways = _parse_numbers(generators, "--generators"), [way for way in MEASURING_WAYS if only in ("", way)]
+    sizes = _parse_numbers(generators, "--generators")
+    ways = [way for way in MEASURING_WAYS if only in ("", way)]
     if quick:
         load = msgspec.structs.replace(load, episode_seconds=4.0, seconds=8.0, warm_up=4.0)
-        sizes, ways = [4, 16], ["simulated"]
+        sizes = [4, 16]
+        ways = ["simulated"]
     _print_report("conductor", lambda: measure_conductor(load, sizes, ways, print_to_stderr), json)
 
 
@@ -133,35 +161,50 @@ def conductor(
 def transport(
     json: Json = False,
     quick: Quick = False,
-    rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
+    rounds: Annotated[
+        int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")
+    ] = 3,
 ) -> None:
-    """Measure the wire format, and the whole path against raw ZeroMQ: throughput, event-loop lag, memory."""
+    """Measure the wire format, and the whole path against raw ZeroMQ: throughput,
+    event-loop lag, memory."""
     from dev.bench.transport import measure_transport
 
-    _print_report("transport", lambda: measure_transport(quick=quick, rounds=rounds, print_line=print_to_stderr), json)
+    _print_report(
+        "transport",
+        lambda: measure_transport(quick=quick, rounds=rounds, print_line=print_to_stderr),
+        json,
+    )
 
 
 @app.command()
 def weights(
     json: Json = False,
     updates: Annotated[int, typer.Option(help="measured updates", min=1)] = 20,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value", show_default=False)
+    ] = None,
 ) -> None:
-    """Measure what a weight update costs learner and engine in a real run: copy, write, transfer, load, pause."""
+    """Measure what a weight update costs learner and engine in a real run: copy, write,
+    transfer, load, pause."""
     from dev.bench.weights import measure_weights
 
-    _print_report("weights", lambda: measure_weights(updates, overrides or [], print_to_stderr), json)
+    _print_report(
+        "weights", lambda: measure_weights(updates, overrides or [], print_to_stderr), json
+    )
 
 
 @app.command()
 def transfer(
     json: Json = False,
     megabytes: Annotated[float, typer.Option(help="of weights in bf16", min=0.1)] = 256.0,
-    versions: Annotated[int, typer.Option(help="of each layout; the first is fetched whole", min=2)] = 4,
+    versions: Annotated[
+        int, typer.Option(help="of each layout; the first is fetched whole", min=2)
+    ] = 4,
     lr: Annotated[float, typer.Option(help="by which a step moves every weight")] = 3e-6,
     quick: Quick = False,
 ) -> None:
-    """Measure weight transfer to engines on one, two and more hosts: bytes, seconds and memory, full and as deltas."""
+    """Measure weight transfer to engines on one, two and more hosts: bytes, seconds and memory,
+    full and as deltas."""
     from dev.bench.transfer import TransferJob, measure_transfer
 
     job = TransferJob(megabytes, versions=versions, lr=lr)
@@ -176,33 +219,48 @@ def packing(
     seeds: Seeds = "0,1,2,3,4",
     quick: Quick = False,
     model: Annotated[
-        str, typer.Option(help="whose costs: a Hugging Face model directory, or the default by name")
+        str,
+        typer.Option(help="whose costs: a Hugging Face model directory, or the default by name"),
     ] = "Qwen3-30B-A3B",
 ) -> None:
-    """Measure how well samples are divided into micro-batches and among ranks, on five length distributions."""
+    """Measure how well samples are divided into micro-batches and among ranks, on five
+    length distributions."""
     from dev.bench.packing import measure_packing
 
-    _print_report("packing", lambda: measure_packing(_parse_numbers(seeds, "--seeds"), quick=quick, model=model), json)
+    _print_report(
+        "packing",
+        lambda: measure_packing(_parse_numbers(seeds, "--seeds"), quick=quick, model=model),
+        json,
+    )
 
 
 @app.command()
 def soak(
     json: Json = False,
     minutes: Annotated[float, typer.Option(help="after the first step", min=0)] = 30.0,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
-    keep: Annotated[Path | None, typer.Option(help="directory for the run; default: a temporary one")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value", show_default=False)
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="directory for the run; default: a temporary one")
+    ] = None,
 ) -> None:
-    """Check that nothing grows in a long run: memory, open files of every process, the spool. Exit 1 if it does."""
+    """Check that nothing grows in a long run: memory, open files of every process, the spool.
+    Exit 1 if it does."""
     from dev.bench.soak import run_soak
 
     with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
         directory = keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        _print_report("soak", lambda: run_soak(minutes, overrides or [], directory, print_to_stderr), json)
+        _print_report(
+            "soak", lambda: run_soak(minutes, overrides or [], directory, print_to_stderr), json
+        )
 
 
 def _parse_numbers(text: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r} is not a list of numbers, for example 0,1,2") from error
+        raise ConfigError(
+            f"{option} {text!r} is not a list of numbers, for example 0,1,2"
+        ) from error

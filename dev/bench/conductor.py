@@ -1,9 +1,11 @@
-"""The benchmark `bench conductor`: CPU time and messages of the conductor per group, for fleets of several sizes.
+"""The benchmark `bench conductor`: CPU time and messages of the conductor per group, for fleets
+of several sizes.
 
-The conductor is a run's real one, and generators call it with a run's real code; their episodes and the learner's steps
-only take time (`fleet.py`). There are two ways to measure. `simulated`: one process in virtual time. The CPU time is
-that of the conductor's callbacks: its Python code alone, for any size, without garbage collections. `ray`: real
-processes and real calls. The CPU time is that of the conductor's process, including Ray's share.
+The conductor is a run's real one, and generators call it with a run's real code; their episodes and
+the learner's steps only take time (`fleet.py`). There are two ways to measure. `simulated`: one
+process in virtual time. The CPU time is that of the conductor's callbacks: its Python code alone,
+for any size, without garbage collections. `ray`: real processes and real calls. The CPU time is
+that of the conductor's process, including Ray's share.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def measure_conductor(
     load: ConductorLoad, sizes: Sequence[int], ways: Sequence[MeasuringWay], print_line: PrintLine
 ) -> Measurements:
     """Measure each size in each way, each in a separate process. Raises `BenchError`."""
-    episodes = f"{load.places} of {load.episode_seconds:g} s a generator, in groups of {load.group_size}"
+    episodes = (
+        f"{load.places} of {load.episode_seconds:g} s a generator, in groups of {load.group_size}"
+    )
     measured = Measurements(facts={"episodes": episodes})
     for way in ways:
         for size in sizes:
@@ -97,30 +101,52 @@ def measure_conductor(
     return measured
 
 
-# -- in the job's process ----------------------------------------------------------------------------------------------
+# -- in the job's process --------------------------------------------------------------------------
 
 
 class MeasuredFleet:
-    """The actors of a measurement, started as `RunLauncher` starts those of a run. `cpu(pid)` returns the conductor's
-    CPU seconds."""
+    """The actors of a measurement, started as `RunLauncher` starts those of a run. `cpu(pid)`
+    returns the conductor's CPU seconds."""
 
-    def __init__(self, world: World, load: ConductorLoad, run_dir: Path, cpu: Callable[[int], float]):
-        self._world, self._load, self._cpu = world, load, cpu
+    def __init__(
+        self, world: World, load: ConductorLoad, run_dir: Path, cpu: Callable[[int], float]
+    ):
+        self._world = world
+        self._load = load
+        self._cpu = cpu
         config = config_to_dict(load_config("quickstart", load.overrides))
-        spawn, few = world.actors.spawn_actor, ActorOptions(0, max_concurrency=10_000)
+        spawn = world.actors.spawn_actor
+        few = ActorOptions(0, max_concurrency=10_000)
         self._learner = spawn(CountingLearner, config, load, name="learner", actor_options=few)
         self._hosts: list[ActorRef] = []
         generators: dict[str, HostedRef] = {}
         for index in range(min(load.processes, load.generators)):
             names = [f"generator-{i}" for i in range(index, load.generators, load.processes)]
-            host = spawn(GeneratorHost, config, load, names, self._learner, name=f"host-{index}", actor_options=few)
+            host = spawn(
+                GeneratorHost,
+                config,
+                load,
+                names,
+                self._learner,
+                name=f"host-{index}",
+                actor_options=few,
+            )
             self._hosts.append(host)
             generators |= {name: HostedRef(name, host) for name in names}
-        leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
-        self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, actor_options=ActorOptions(max_concurrency=1000))
+        leads = (
+            "bench",
+            config,
+            str(run_dir),
+            self._learner,
+            {n: generators[n] for n in sorted(generators)},
+        )
+        self._conductor = spawn(
+            Conductor, *leads, name=CONDUCTOR, actor_options=ActorOptions(max_concurrency=1000)
+        )
 
     async def measure_load(self, print_line: PrintLine, way: Any) -> ConductorCounts:
-        clock, load = self._world.clock.monotonic, self._load
+        clock = self._world.clock.monotonic
+        load = self._load
         running = asyncio.ensure_future(self._conductor.call("run"))
         deadline = clock() + START_SECONDS
         while (status := await self._request_status(running))["phase"] != "training":
@@ -131,19 +157,25 @@ class MeasuredFleet:
         gc.collect()
         gc.freeze()
         if way == "simulated":
-            # A collection in one of the conductor's callbacks would walk the episodes, which a run has in other
-            # processes: a third of the conductor's time with 512 generators. With Ray, the conductor's own collections
-            # are measured.
+            # A collection in one of the conductor's callbacks would walk the episodes, which a run
+            # has in other processes: a third of the conductor's time with 512 generators. With Ray,
+            # the conductor's own collections are measured.
             gc.disable()
         print_line(f"{load.generators} generators play")
-        before, began, cpu = await self._sum_counts(), clock(), self._cpu(pid)
+        before = await self._sum_counts()
+        began = clock()
+        cpu = self._cpu(pid)
         await self._follow_run(running, load.seconds)
-        cpu, ended, after = self._cpu(pid) - cpu, clock(), await self._sum_counts()
+        cpu = self._cpu(pid) - cpu
+        ended = clock()
+        after = await self._sum_counts()
         running.cancel()
         leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
         places = load.generators * load.places * (ended - began)
         groups = episodes / load.group_size
-        return ConductorCounts(ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places)
+        return ConductorCounts(
+            ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places
+        )
 
     async def _follow_run(self, running: asyncio.Future[Any], seconds: float) -> None:
         until = self._world.clock.monotonic() + seconds
@@ -175,14 +207,20 @@ class TimedLoop(VirtualLoop):
 
     cpu = 0.0
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> VirtualHandle:  # type: ignore[override]
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
         context = copy_context() if context is None else context
         if _is_conductor(context):
             return super().call_soon(self._time_callback, callback, *args, context=context)
         return super().call_soon(callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
     ) -> VirtualTimer:
         context = copy_context() if context is None else context
         if _is_conductor(context):
@@ -227,7 +265,9 @@ def measure_with_ray(load: ConductorLoad, run_dir: Path, print_line: PrintLine) 
     from r3async.world.real import REAL_WORLD
 
     async def measure_fleet() -> ConductorCounts:
-        fleet = MeasuredFleet(REAL_WORLD, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
+        fleet = MeasuredFleet(
+            REAL_WORLD, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2])
+        )
         return await fleet.measure_load(print_line, "ray")
 
     REAL_WORLD.actors.join_cluster(None, load.processes + 2)

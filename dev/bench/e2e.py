@@ -1,13 +1,14 @@
 """The benchmark `bench e2e`: whole runs against a peer, from one model, and the quickstart alone.
 
-Cases: `a`, one turn of eight letters (the preset `reverse-text`); `b`, several turns (`guess`); `c`, three turns with
-slow tools (`slow_tools.py`); `own`, the quickstart without a peer: where its processor time goes. In `a`, `b` and `c`
-our run and the peer's take turns, seed by seed, from one model, with the same reward, tasks per step, episodes per
-task and optimizer. Our run has the schedule of its preset; the peer (TRL, `peer_trl.py`) is synchronous. A ratio is ours
-over theirs, one for each seed.
+Cases: `a`, one turn of eight letters (the preset `reverse-text`); `b`, several turns (`guess`);
+`c`, three turns with slow tools (`slow_tools.py`); `own`, the quickstart without a peer: where its
+processor time goes. In `a`, `b` and `c` our run and the peer's take turns, seed by seed, from one
+model, with the same reward, tasks per step, episodes per task and optimizer. Our run has the
+schedule of its preset; the peer (TRL, `peer_trl.py`) is synchronous. A ratio is ours over theirs,
+one for each seed.
 
-Wall time is meaningful only on a quiet machine: `cores of others` is the number of cores that other processes kept busy
-meanwhile.
+Wall time is meaningful only on a quiet machine: `cores of others` is the number of cores that other
+processes kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from r3async.record.timeline import read_timeline
 TIMEOUT_SECONDS = 1800.0
 COMPARISON_CASES = ("a", "b", "c", "own")
 PEER_EXPERTS = "grouped_mm"
-"""The peer's implementation of experts in transformers: 0.444 CPU seconds a step on CPU, against 0.452 with `eager`."""
-TRIAL_STEPS, TRIAL_SETTLE = 12, 4
+"""The peer's implementation of experts in transformers: 0.444 CPU seconds a step on CPU, against
+0.452 with `eager`."""
+TRIAL_STEPS = 12
+TRIAL_SETTLE = 4
 REWARD_LEVELS = (0.6, 0.7, 0.8)
 SMOOTHED_STEPS = 8
 """Number of steps whose mean reward has to reach a level."""
@@ -59,8 +62,8 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         peer_python: the Python of the peer's environment.
-        peer_threads: torch threads of the peer; 0 for the faster of one and as many as there are cores, found by a
-            trial.
+        peer_threads: torch threads of the peer; 0 for the faster of one and as many as there are
+            cores, found by a trial.
         steps: steps of each run.
         settle: first steps of each run, which are left out of means.
         groups: groups per step in every case; 0 for the preset's.
@@ -78,16 +81,29 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
     samples: int = 0
 
 
-# -- configurations ----------------------------------------------------------------------------------------------------
+# -- configurations --------------------------------------------------------------------------------
 
 SLOW_TOOLS = {
     "env": {
         "name": "dev.bench.slow_tools:SlowTools",
-        "args": {"letters": 4, "turns": 3, "observation": 40, "median": 0.4, "sigma": 1.0, "longest": 8.0},
+        "args": {
+            "letters": 4,
+            "turns": 3,
+            "observation": 40,
+            "median": 0.4,
+            "sigma": 1.0,
+            "longest": 8.0,
+        },
     },
-    "episode": {"max_turns": 3, "max_new_tokens": 8, "max_prompt_tokens": 208, "max_total_tokens": 216},
+    "episode": {
+        "max_turns": 3,
+        "max_new_tokens": 8,
+        "max_prompt_tokens": 208,
+        "max_total_tokens": 216,
+    },
     "schedule": {"max_staleness": 4, "prompts_per_step": 16, "group_size": 8, "window": 1},
-    # Every episode that the slots allow is played at once: the run is limited by its bound, not by its engine's batch.
+    # Every episode that the slots allow is played at once: the run is limited by its bound, not by
+    # its engine's batch.
     "generator": {"concurrency": 5 * 16 * 8},
 }
 
@@ -98,7 +114,12 @@ def configure_run(case: str, plan: ComparisonPlan, seed: int, model: Path | None
     if case == "b":
         base["env"] |= {"name": "guess", "args": {"highest": 16}}
         base["model"]["init"] |= {"warm_reward": 0.5}
-        base["episode"] |= {"max_turns": 5, "max_new_tokens": 4, "max_prompt_tokens": 96, "max_total_tokens": 100}
+        base["episode"] |= {
+            "max_turns": 5,
+            "max_new_tokens": 4,
+            "max_prompt_tokens": 96,
+            "max_total_tokens": 100,
+        }
         base["algorithm"] |= {"credit": "trajectory"}
         # At 5e-4 the reward falls with weights one version old, and rises with the newest ones.
         base["learner"] |= {"lr": 2e-4}
@@ -106,7 +127,9 @@ def configure_run(case: str, plan: ComparisonPlan, seed: int, model: Path | None
         base["model"]["init"] |= {"warm_reward": 0.3}
         for section, settings in SLOW_TOOLS.items():
             base[section] |= settings
-    base["steps"], base["seed"], base["name"] = plan.steps, seed, "run"
+    base["steps"] = plan.steps
+    base["seed"] = seed
+    base["name"] = "run"
     base["model"]["path"] = str(model or "")
     base["routing"]["trace"] = "off"
     sizes = {"prompts_per_step": plan.groups, "group_size": plan.samples}
@@ -116,12 +139,15 @@ def configure_run(case: str, plan: ComparisonPlan, seed: int, model: Path | None
 
 def shrink_plan(plan: ComparisonPlan) -> ComparisonPlan:
     """Return a plan that exercises the code path; its figures mean nothing."""
-    return msgspec.structs.replace(plan, seeds=plan.seeds[:1], steps=4, settle=1, groups=2, samples=4, peer_threads=1)
+    return msgspec.structs.replace(
+        plan, seeds=plan.seeds[:1], steps=4, settle=1, groups=2, samples=4, peer_threads=1
+    )
 
 
 def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
     """Return the peer's job with the settings of our run."""
-    name, learner = config.env.name, config.learner
+    name = config.env.name
+    learner = config.learner
     return {
         "model": config.model.path,
         "env": BUILTIN_ENVIRONMENTS.get(name, name),
@@ -143,13 +169,16 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
     }
 
 
-def compare_runs(plan: ComparisonPlan, print_line: PrintLine, *, keep: Path | None = None) -> Measurements:
+def compare_runs(
+    plan: ComparisonPlan, print_line: PrintLine, *, keep: Path | None = None
+) -> Measurements:
     """Make the models, then all runs, seed by seed, our run and the peer's in turns.
 
-    With `keep`, models and runs are made in that directory and stay; those found there are not made again. Raises
-    `BenchError`, and `ConfigError` for an unknown case.
+    With `keep`, models and runs are made in that directory and stay; those found there are not made
+    again. Raises `BenchError`, and `ConfigError` for an unknown case.
     """
-    if unknown := [case for case in plan.cases if case not in COMPARISON_CASES]:
+    unknown = [case for case in plan.cases if case not in COMPARISON_CASES]
+    if unknown:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(COMPARISON_CASES)}")
     if plan.peer != "none" and any(case != "own" for case in plan.cases):
         check_peer(plan)
@@ -175,14 +204,25 @@ def _make_model(case: str, plan: ComparisonPlan, place: Path, print_line: PrintL
 
 
 def _run_case(
-    case: str, plan: ComparisonPlan, model: Path, place: Path, measured: Measurements, print_line: PrintLine
+    case: str,
+    plan: ComparisonPlan,
+    model: Path,
+    place: Path,
+    measured: Measurements,
+    print_line: PrintLine,
 ) -> None:
-    threads, has_peer = plan.peer_threads, plan.peer != "none" and case != "own"
+    threads = plan.peer_threads
+    has_peer = plan.peer != "none" and case != "own"
     if has_peer:
-        threads = threads or fastest_threads(configure_run(case, plan, plan.seeds[0], model), plan, place, print_line)
-        measured.facts["TRL"] = f"GRPOTrainer, transformers' generate, {threads} torch threads, sdpa, {PEER_EXPERTS}"
+        threads = threads or fastest_threads(
+            configure_run(case, plan, plan.seeds[0], model), plan, place, print_line
+        )
+        measured.facts["TRL"] = (
+            f"GRPOTrainer, transformers' generate, {threads} torch threads, sdpa, {PEER_EXPERTS}"
+        )
     for index, seed in enumerate(plan.seeds):
-        config, sides = configure_run(case, plan, seed, model), dict[str, RunFigures]()
+        config = configure_run(case, plan, seed, model)
+        sides = dict[str, RunFigures]()
         who = ["r3async", "TRL"] if has_peer else ["r3async"]
         for name in who if index % 2 == 0 else who[::-1]:
             print_line(f"{case}, seed {seed}: {name}")
@@ -195,32 +235,47 @@ def _run_case(
         for name in who:
             measured.add_figures(f"{case}, {name}", sides[name])
         if has_peer:
-            measured.add_figures(f"{case}, r3async / TRL", compare_sides(sides["r3async"], sides["TRL"]))
+            measured.add_figures(
+                f"{case}, r3async / TRL", compare_sides(sides["r3async"], sides["TRL"])
+            )
 
 
 def compare_sides(ours: RunFigures, theirs: RunFigures) -> RunFigures:
     """Return the ratios of the figures that both runs have."""
-    return {name: ours[name] / theirs[name] for name in COMPARED_FIGURES if name in ours and theirs.get(name)}
+    return {
+        name: ours[name] / theirs[name]
+        for name in COMPARED_FIGURES
+        if name in ours and theirs.get(name)
+    }
 
 
-# -- figures of a run --------------------------------------------------------------------------------------------------
+# -- figures of a run ------------------------------------------------------------------------------
 
 
-def make_our_run(config: Config, directory: Path, plan: ComparisonPlan, print_line: PrintLine) -> RunFigures:
+def make_our_run(
+    config: Config, directory: Path, plan: ComparisonPlan, print_line: PrintLine
+) -> RunFigures:
     """Make the run unless it exists, and return its figures."""
     done = directory / "side.json"
     if done.exists():
         return msgspec.json.decode(done.read_bytes(), type=RunFigures)
     with TreeCpu() as cpu:
         rows = train_in_process(config, directory, timeout=TIMEOUT_SECONDS, print_line=print_line)
-    waits = [s.start for s in read_timeline(directory / config.name) if (s.who, s.what) == ("learner", "wait")]
+    waits = [
+        s.start
+        for s in read_timeline(directory / config.name)
+        if (s.who, s.what) == ("learner", "wait")
+    ]
     marks = [(float(row["time"]), float(row["reward/mean"])) for row in rows]
     settled = rows[plan.settle :]
     tokens = fmean(r["batch/trained_tokens"] for r in settled)
     side = figures_of(min(waits), marks, cpu, config, plan, tokens) | {
-        "learner idle": sum(r["timing/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
+        "learner idle": sum(r["timing/wait_seconds"] for r in settled)
+        / (marks[-1][0] - marks[plan.settle - 1][0]),
         "engine idle": fmean(r["generator/engine_idle_share"] for r in settled),
-        "own loop lag p99, ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOP_ROLES) for r in settled),
+        "own loop lag p99, ms": median(
+            max(r[f"lag/{who}_own_p99_ms"] for who in LOOP_ROLES) for r in settled
+        ),
         "oldest token, versions": max(r["staleness/max"] for r in rows),
         "engine paused": settled[-1]["weights/paused_share"],
     }
@@ -242,7 +297,8 @@ def figures_of(
         began: unix time at which the first step began.
         marks: for each step, the time at which it ended and its mean reward.
     """
-    start, end = marks[plan.settle - 1][0], marks[-1][0]
+    start = marks[plan.settle - 1][0]
+    end = marks[-1][0]
     steps = len(marks) - plan.settle
     roles = cpu.seconds_between(start, end)
     episodes = config.schedule.prompts_per_step * config.schedule.group_size
@@ -262,15 +318,15 @@ def figures_of(
 
 
 def seconds_to(level: float, began: float, marks: Sequence[tuple[float, float]]) -> float | None:
-    """Return the seconds from `began` until the mean reward of `SMOOTH` steps had reached `level`, or None if it never
-    did."""
+    """Return the seconds from `began` until the mean reward of `SMOOTH` steps had reached `level`,
+    or None if it never did."""
     for last in range(SMOOTHED_STEPS, len(marks) + 1):
         if fmean(reward for _, reward in marks[last - SMOOTHED_STEPS : last]) >= level:
             return marks[last - 1][0] - began
     return None
 
 
-# -- the peer's run ----------------------------------------------------------------------------------------------------
+# -- the peer's run --------------------------------------------------------------------------------
 
 
 def check_peer(plan: ComparisonPlan) -> None:
@@ -281,27 +337,36 @@ def check_peer(plan: ComparisonPlan) -> None:
         site = sysconfig.get_path("purelib")
         place = f"PEER/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
         raise ConfigError(
-            "--peer trl needs --peer-python: the Python of an environment that has TRL, on top of this one's torch and "
-            f"transformers. To make it: `{sys.executable} -m venv PEER && echo {site} > {place}/base.pth && "
-            "PEER/bin/pip install trl`; then --peer-python PEER/bin/python"
+            "--peer trl needs --peer-python: the Python of an environment that has TRL, on top "
+            f"of this one's torch and transformers. To make it: `{sys.executable} -m venv PEER "
+            f"&& echo {site} > {place}/base.pth && PEER/bin/pip install trl`; then "
+            "--peer-python PEER/bin/python"
         )
 
 
-def fastest_threads(config: Config, plan: ComparisonPlan, place: Path, print_line: PrintLine) -> int:
+def fastest_threads(
+    config: Config, plan: ComparisonPlan, place: Path, print_line: PrintLine
+) -> int:
     """Return the number of torch threads with which the peer makes a few steps fastest."""
     seconds = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         directory = place / f"trial-{threads}"
         marks = peer_marks(config, directory, plan, threads, TRIAL_STEPS)[TRIAL_SETTLE:]
-        seconds[threads] = median(after["time"] - before["time"] for before, after in pairwise(marks))
+        seconds[threads] = median(
+            after["time"] - before["time"] for before, after in pairwise(marks)
+        )
         print_line(f"the peer with {threads} threads: {seconds[threads]:.3f} s a step")
     return min(seconds, key=lambda threads: seconds[threads])
 
 
-def peer_marks(config: Config, directory: Path, plan: ComparisonPlan, threads: int, steps: int) -> list[dict[str, Any]]:
-    """Return the rows of the peer's run; the first is of step 0, the beginning. An existing run is not made again."""
+def peer_marks(
+    config: Config, directory: Path, plan: ComparisonPlan, threads: int, steps: int
+) -> list[dict[str, Any]]:
+    """Return the rows of the peer's run; the first is of step 0, the beginning. An existing run
+    is not made again."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows, log = directory / "rows.jsonl", directory / "log.txt"
+    rows = directory / "rows.jsonl"
+    log = directory / "log.txt"
     if not (directory / "done.json").exists():
         (directory / "job.json").write_bytes(msgspec.json.encode(peer_job(config, threads, steps)))
         root = Path(__file__).resolve().parents[2]
@@ -313,14 +378,18 @@ def peer_marks(config: Config, directory: Path, plan: ComparisonPlan, threads: i
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
         if process.returncode:
-            raise BenchError(f"the peer failed with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
+            raise BenchError(
+                f"the peer failed with exit code {process.returncode}:\n{log.read_text()[-3000:]}"
+            )
     marks = read_json_objects(rows)
     if len(marks) != steps + 1:
         raise BenchError(f"the peer made {len(marks) - 1} of {steps} steps; see {log}")
     return marks
 
 
-def make_peer_run(config: Config, directory: Path, plan: ComparisonPlan, threads: int) -> RunFigures:
+def make_peer_run(
+    config: Config, directory: Path, plan: ComparisonPlan, threads: int
+) -> RunFigures:
     done = directory / "side.json"
     if done.exists():
         return msgspec.json.decode(done.read_bytes(), type=RunFigures)

@@ -1,7 +1,8 @@
-"""The fleet around a real conductor in `bench conductor`: generators and a learner without engines and training.
+"""The fleet around a real conductor in `bench conductor`: generators and a learner without
+engines and training.
 
-Generators call the conductor with the code of a run, but their episodes only take time; the learner only counts. Many
-generators share a process.
+Generators call the conductor with the code of a run, but their episodes only take time; the learner
+only counts. Many generators share a process.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ PAUSE_SECONDS = 0.05
 class ConductorLoad(msgspec.Struct, frozen=True):
     """The load on the conductor.
 
-    Generators play episodes in groups. A version is made by a step of a quarter of the groups that the generators can play at
-    once, so that a generator's places are rarely empty.
+    Generators play episodes in groups. A version is made by a step of a quarter of the groups that
+    the generators can play at once, so that a generator's places are rarely empty.
 
     Attributes:
         places: episodes that each generator plays at once.
@@ -100,7 +101,9 @@ class _WaitingEngine:
     """A generator's engine, reduced to its version and its statistics."""
 
     def __init__(self, player: _WaitingPlayer):
-        self._player, self.tokens, self.version = player, 0, -1
+        self._player = player
+        self.tokens = 0
+        self.version = -1
 
     def collect_stats(self) -> dict[str, float]:
         running = self._player.playing_count
@@ -129,7 +132,10 @@ class _WaitingPlayer:
         clock: Callable[[], float],
         on_episode_end: Callable[[EpisodeEnd], None],
     ):
-        self.load, self._rng, self._clock, self._on_episode_end = load, rng, clock, on_episode_end
+        self.load = load
+        self._rng = rng
+        self._clock = clock
+        self._on_episode_end = on_episode_end
         self._mu = math.log(load.episode_seconds) - load.sigma**2 / 2
         self._begun_before = load.places
         self._at = clock()
@@ -149,7 +155,9 @@ class _WaitingPlayer:
 
     async def _play_episodes(self, lease: GroupLease) -> None:
         began = self._clock()
-        for seconds, index in sorted((self._draw_seconds(), index) for index in lease.episode_indices):
+        for seconds, index in sorted(
+            (self._draw_seconds(), index) for index in lease.episode_indices
+        ):
             await asyncio.sleep(max(0.0, began + seconds - self._clock()))
             self.count_playing(-1)
             self.attempt_count += 1
@@ -167,15 +175,20 @@ class _CountingRef:
     """A handle on the conductor that counts the calls to it."""
 
     def __init__(self, conductor: ActorRef, counts: CallCounts):
-        self.name, self._conductor, self._counts = conductor.name, conductor, counts
+        self.name = conductor.name
+        self._conductor = conductor
+        self._counts = counts
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    async def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
         self._counts.leases += 1
         return await self._conductor.call(method, *args, timeout=timeout, **kwargs)
 
 
 class _FakeGenerator:
-    """A generator in the place of `GeneratorActor`. It calls `report(group)` whenever an episode of the group ends."""
+    """A generator in the place of `GeneratorActor`. It calls `report(group)` whenever an episode
+    of the group ends."""
 
     def __init__(
         self,
@@ -186,10 +199,15 @@ class _FakeGenerator:
         report: Callable[[int], None],
         counts: CallCounts,
     ):
-        self._world, self._config, self._name, self._report, self._counts = world, config, name, report, counts
+        self._world = world
+        self._config = config
+        self._name = name
+        self._report = report
+        self._counts = counts
         clock = world.clock.monotonic
         self.player = _WaitingPlayer(load, random.Random(name), clock, self._end_episode)
-        self._engine, self._ended = _WaitingEngine(self.player), list[EpisodeEnd]()
+        self._engine = _WaitingEngine(self.player)
+        self._ended = list[EpisodeEnd]()
         self._woken = asyncio.Event()
 
     def start(self) -> dict[str, Any]:
@@ -238,27 +256,36 @@ class _FakeGenerator:
         while leasing.has_more or playing:
             leasing.playing_count = self.player.playing_count
             if leasing.is_call_due:
-                ended, self._ended = self._ended, []
+                ended = self._ended
+                self._ended = []
                 leasing.begin_call(self._sender_load(), ended, [])
             await leasing.wait_for_change()
             gate.release_ready()
             for lease in leasing.take_leases():
-                playing.add(task := asyncio.create_task(self.player.play_lease(lease)))
+                task = asyncio.create_task(self.player.play_lease(lease))
+                playing.add(task)
                 task.add_done_callback(playing.discard)
 
 
 class GeneratorHost:
-    """An actor that hosts the generators of one process. It reports episodes to the learner, as their trajectories
-    would."""
+    """An actor that hosts the generators of one process. It reports episodes to the learner, as
+    their trajectories would."""
 
     def __init__(
-        self, world: World, config: dict[str, Any], load: ConductorLoad, names: Sequence[str], learner: ActorRef
+        self,
+        world: World,
+        config: dict[str, Any],
+        load: ConductorLoad,
+        names: Sequence[str],
+        learner: ActorRef,
     ):
-        self._learner, self._counts = learner, CallCounts()
+        self._learner = learner
+        self._counts = CallCounts()
         self._ended: Counter[int] = Counter()
         made = config_from_dict(config)
         self._generators = {
-            name: _FakeGenerator(world, made, load, name, self._episode_over, self._counts) for name in names
+            name: _FakeGenerator(world, made, load, name, self._episode_over, self._counts)
+            for name in names
         }
         self._reporting: asyncio.Task[None] | None = None
 
@@ -284,7 +311,8 @@ class GeneratorHost:
     async def _report_episodes(self) -> None:
         while self._ended:
             await asyncio.sleep(REPORT_SECONDS)
-            ended, self._ended = self._ended, Counter()
+            ended = self._ended
+            self._ended = Counter()
             await self._learner.call("add_episodes", dict(ended))
 
 
@@ -292,19 +320,27 @@ class HostedRef:
     """A handle on one of a host's generators."""
 
     def __init__(self, name: str, host: ActorRef):
-        self.name, self._host = name, host
+        self.name = name
+        self._host = host
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        return await self._host.call("call_generator", self.name, method, *args, timeout=timeout, **kwargs)
+    async def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        return await self._host.call(
+            "call_generator", self.name, method, *args, timeout=timeout, **kwargs
+        )
 
 
 class CountingLearner:
-    """An actor in the place of `LearnerActor`: a group is complete when its episodes have ended, and steps take no
-    time."""
+    """An actor in the place of `LearnerActor`: a group is complete when its episodes have ended,
+    and steps take no time."""
 
     def __init__(self, world: World, config: dict[str, Any], load: ConductorLoad):
-        self._world, self._config, self._load = world, config_from_dict(config), load
-        self._consumed, self._arrived = ConsumedGroups(self._config.schedule.window), Counter[int]()
+        self._world = world
+        self._config = config_from_dict(config)
+        self._load = load
+        self._consumed = ConsumedGroups(self._config.schedule.window)
+        self._arrived = Counter[int]()
         self._changed = asyncio.Event()
         self._steps = self._received = self.asked = 0
 
@@ -322,11 +358,16 @@ class CountingLearner:
     def _is_complete(self, group: int) -> bool:
         return self._arrived[group] == self._load.group_size
 
-    # -- called by the conductor ----------------------------------------------------------------------------------
+    # -- called by the conductor -------------------------------------------------------------------
 
     def start(self) -> dict[str, Any]:
         self.asked += 1
-        return {**describe_process(self._world), "gpus": [], "rank_hosts": [], "written": UNKNOWN_SIZES}
+        return {
+            **describe_process(self._world),
+            "gpus": [],
+            "rank_hosts": [],
+            "written": UNKNOWN_SIZES,
+        }
 
     def start_listening(self, *args: Any) -> dict[str, Any]:
         self.asked += 1
@@ -339,12 +380,16 @@ class CountingLearner:
         """Return a version with tensor names and checksums, but without contents."""
         self.asked += 1
         entry = TensorEntry("BF16", (2048, 768), 2**62)
-        tensors = {f"model.layers.{i}.mlp.experts.down_proj.weight": entry for i in range(self._load.tensors)}
+        tensors = {
+            f"model.layers.{i}.mlp.experts.down_proj.weight": entry
+            for i in range(self._load.tensors)
+        }
         return Published(TransferOffer(WeightManifest(self._steps, "", tensors, nbytes=0)))
 
     async def train_step(self, is_last: bool, with_probe_scores: bool) -> TrainStepResult:
         self.asked += 1
-        clock, groups = self._world.clock.monotonic, self._config.schedule.prompts_per_step
+        clock = self._world.clock.monotonic
+        groups = self._config.schedule.prompts_per_step
         began = clock()
         chosen: list[int] = []
         while len(chosen) < groups:
@@ -359,7 +404,11 @@ class CountingLearner:
             del self._arrived[group]
         self._steps += 1
         waited = clock() - began
-        metrics = {"transport/received": self._received, "timing/wait_seconds": waited, "batch/trained_tokens": 0}
+        metrics = {
+            "transport/received": self._received,
+            "timing/wait_seconds": waited,
+            "batch/trained_tokens": 0,
+        }
         return TrainStepResult(metrics, self._steps, has_new_weights=True, groups=chosen)
 
     def missing_episodes(self, groups: list[int]) -> dict[int, list[int]]:

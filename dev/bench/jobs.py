@@ -1,5 +1,5 @@
-"""Helpers that benchmarks share: jobs in separate processes, with a time limit and progress on stderr; whole runs in
-one; memory."""
+"""Helpers that benchmarks share: jobs in separate processes, with a time limit and progress on
+stderr; whole runs in one; memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ T = TypeVar("T")
 POLL_SECONDS = 0.2
 STOP_SECONDS = 20.0
 TAIL_LINES = 40
-JOB_FILE, ANSWER_FILE, PROGRESS_FILE, LOG_FILE = "job.json", "done.json", "progress.txt", "log.txt"
+JOB_FILE = "job.json"
+ANSWER_FILE = "done.json"
+PROGRESS_FILE = "progress.txt"
+LOG_FILE = "log.txt"
 
 
 class BenchError(RuntimeError):
@@ -39,12 +42,22 @@ def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout: float, print_line: PrintLine) -> T:
-    """Call `target` ("module:function") with `job` and `directory` in a process with one thread, and return its answer.
+def run_job(
+    target: str,
+    job: Any,
+    answer: type[T],
+    directory: Path,
+    *,
+    timeout: float,
+    print_line: PrintLine,
+) -> T:
+    """Call `target` ("module:function") with `job` and `directory` in a process with one thread,
+    and return its answer.
 
-    `directory` is created if it does not exist. The job's output goes to `log.txt` there; the line that it last passed
-    to `report_progress` is passed to `print_line` when it changes. Raises `BenchError` with the end of the log if the
-    job fails or takes longer than `timeout` seconds. In the latter case it is asked to end, and killed if it does not.
+    `directory` is created if it does not exist. The job's output goes to `log.txt` there; the line
+    that it last passed to `report_progress` is passed to `print_line` when it changes. Raises
+    `BenchError` with the end of the log if the job fails or takes longer than `timeout` seconds. In
+    the latter case it is asked to end, and killed if it does not.
     """
     name = target.partition(":")[0].rpartition(".")[2]
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,13 +67,16 @@ def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout:
     log = directory / LOG_FILE
     # -P: a folder `tools` in the current directory must not shadow ours.
     command = [sys.executable, "-P", "-m", "dev.bench.jobs", target, str(directory)]
-    deadline, shown = time.monotonic() + timeout, ""
+    deadline = time.monotonic() + timeout
+    shown = ""
     with start_process(
         command, log, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
     ) as process:
         while process.poll() is None:
             if time.monotonic() > deadline:
-                raise BenchError(f"{name} took longer than {timeout:.0f} s; it ended with:\n{_read_tail(log)}")
+                raise BenchError(
+                    f"{name} took longer than {timeout:.0f} s; it ended with:\n{_read_tail(log)}"
+                )
             time.sleep(POLL_SECONDS)
             shown = _print_new_progress(directory, shown, print_line)
         _print_new_progress(directory, shown, print_line)
@@ -78,7 +94,8 @@ def start_process(
     folder: Path | None = None,
     **environment: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that ends with the block: it is asked to end, and killed after `patience` seconds."""
+    """Start a process that ends with the block: it is asked to end, and killed after
+    `patience` seconds."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -87,7 +104,8 @@ def start_process(
             stderr=output,
             cwd=folder,
             env={**os.environ, **environment},
-            start_new_session=True,  # a Ctrl-C reaches this process only, which then ends the job in order
+            # A Ctrl-C reaches this process only, which then ends the job in order.
+            start_new_session=True,
         )
     try:
         yield process
@@ -103,7 +121,8 @@ def start_process(
 
 @contextlib.contextmanager
 def end_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM in this block end the processes of `start_process` too, which would otherwise be left behind."""
+    """Make SIGTERM in this block end the processes of `start_process` too, which would
+    otherwise be left behind."""
 
     def exit_on_signal(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -123,24 +142,27 @@ def report_progress(directory: Path, line: str) -> None:
 
 
 def reset_memory_peak() -> float:
-    """Restart the peak of this process's memory, `VmHWM`, if the kernel allows it (proc(5), `clear_refs`), and return
-    its resident memory in MiB: what a peak is to be compared with."""
+    """Restart the peak of this process's memory, `VmHWM`, if the kernel allows it (proc(5),
+    `clear_refs`), and return its resident memory in MiB: what a peak is to be compared with."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return memory_mib("VmRSS")
 
 
 def memory_mib(field: str) -> float:
-    """Return the resident memory of this process in MiB: `VmRSS` for the current value, `VmHWM` for the peak."""
+    """Return the resident memory of this process in MiB: `VmRSS` for the current value,
+    `VmHWM` for the peak."""
     return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
-def train_in_process(config: Config, directory: Path, *, timeout: float, print_line: PrintLine) -> list[dict[str, Any]]:
-    """Make the run `directory/NAME` that `config` names in a separate process, and return its metrics, one row per
-    step. Raises `BenchError`."""
+def train_in_process(
+    config: Config, directory: Path, *, timeout: float, print_line: PrintLine
+) -> list[dict[str, Any]]:
+    """Make the run `directory/NAME` that `config` names in a separate process, and return its
+    metrics, one row per step. Raises `BenchError`."""
     run_job(
         "dev.bench.jobs:train_in_job",
         config_to_dict(config),
@@ -163,7 +185,7 @@ def train_in_job(job: dict[str, Any], directory: Path) -> None:
         train(config_from_dict(job), "bench", Console(file=file), root=directory)
 
 
-# -- a job's process ---------------------------------------------------------------------------------------------------
+# -- a job's process -------------------------------------------------------------------------------
 
 
 def _print_new_progress(directory: Path, shown: str, print_line: PrintLine) -> str:
@@ -179,7 +201,8 @@ def _read_tail(log: Path) -> str:
 
 
 def main(target: str, directory: Path) -> None:
-    """Run in the job's process: measure, and write the answer. The process exits as soon as the benchmark has ended."""
+    """Run in the job's process: measure, and write the answer. The process exits as soon as the
+    benchmark has ended."""
     parent = os.getppid()
 
     def exit_with_parent() -> None:

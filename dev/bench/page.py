@@ -1,9 +1,9 @@
-"""The command `python -m dev.bench.page`: write the tables of README.md and docs/ that are made from data in
-docs/figures.
+"""The command `python -m dev.bench.page`: write the tables of README.md and docs/ that are made
+from data in docs/figures.
 
-Between `<!-- bench: NAME -->` and `<!-- end of NAME -->` stands the table of bench/NAME.json, the report that
-`python -m dev bench NAME --json` printed. `--check` writes nothing, and exits 1 if a page differs from what would be
-written.
+Between `<!-- bench: NAME -->` and `<!-- end of NAME -->` stands the table of bench/NAME.json, the
+report that `python -m dev bench NAME --json` printed. `--check` writes nothing, and exits 1 if a
+page differs from what would be written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def fill_tables(page: str) -> str:
 
 
 def read_pages() -> dict[str, str]:
-    """Return the texts of README.md and of the pages in docs/, by path from the top of the repository."""
+    """Return the texts of README.md and of the pages in docs/, by path from the top
+    of the repository."""
     paths = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
     return {str(path.relative_to(DOCS.parent)): path.read_text() for path in paths}
 
@@ -54,7 +55,9 @@ def main(arguments: list[str]) -> int:
             (DOCS.parent / name).write_text(filled)
             print(f"wrote {name}")
     if "--check" in arguments and out_of_date:
-        print(f"{', '.join(out_of_date)}: out of date; run python -m dev.bench.page", file=sys.stderr)
+        print(
+            f"{', '.join(out_of_date)}: out of date; run python -m dev.bench.page", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -1,10 +1,11 @@
-"""The peer of `bench e2e`: TRL's `GRPOTrainer` on the same model, tasks, rewards and optimizer settings.
+"""The peer of `bench e2e`: TRL's `GRPOTrainer` on the same model, tasks, rewards and
+optimizer settings.
 
-It runs with another Python (`--peer-python`), which has TRL, and imports nothing of r3async but the environments. TRL
-is synchronous: a step generates with transformers, and then trains. Single-turn episodes use TRL's own generation.
-Several turns use its `rollout_func`: all episodes of a batch take each turn together, and their environments' answers
-are awaited together. That suits it better than its own loop over tools, in which calls of different episodes come one
-after the other.
+It runs with another Python (`--peer-python`), which has TRL, and imports nothing of r3async but the
+environments. TRL is synchronous: a step generates with transformers, and then trains. Single-turn
+episodes use TRL's own generation. Several turns use its `rollout_func`: all episodes of a batch
+take each turn together, and their environments' answers are awaited together. That suits it better
+than its own loop over tools, in which calls of different episodes come one after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SEED_RANGE = 2**31
 
 
 def main(directory: Path) -> None:
-    """Train as `job.json` in the directory says; write `rows.jsonl`, with one line per step, and `done.json`."""
+    """Train as `job.json` in the directory says; write `rows.jsonl`, with one line per step,
+    and `done.json`."""
     job = json.loads((directory / "job.json").read_text())
     import torch
 
@@ -32,7 +34,8 @@ def main(directory: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    trl = importlib.import_module("trl")
+    datasets = importlib.import_module("datasets")
     model = AutoModelForCausalLM.from_pretrained(
         job["model"],
         dtype=torch.float32,
@@ -51,13 +54,19 @@ def main(directory: Path) -> None:
         callbacks=[_make_clock(transformers.TrainerCallback, directory / "rows.jsonl", play)],
     )
     trainer.train()
-    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    (directory / "done.json").write_text(json.dumps({"threads": torch.get_num_threads(), "versions": versions}))
+    versions = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    (directory / "done.json").write_text(
+        json.dumps({"threads": torch.get_num_threads(), "versions": versions})
+    )
 
 
 def trl_settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
-    """Return settings for one on-policy update per step on the whole batch and nothing else: no checkpoints, reports,
-    recomputed activations or second forward pass."""
+    """Return settings for one on-policy update per step on the whole batch and nothing else: no
+    checkpoints, reports, recomputed activations or second forward pass."""
     return trl.GRPOConfig(
         output_dir=str(directory / "trl"),
         max_steps=job["steps"],
@@ -91,18 +100,22 @@ def trl_settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
 
 
 def draw_tasks(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one task per group, no two alike. With several turns the prompt is the task's seed, which `rollout`
-    plays."""
+    """Return one task per group, no two alike. With several turns the prompt is the task's seed,
+    which `rollout` plays."""
     import random
 
     rng = random.Random(job["seed"])
     seeds = [rng.randrange(SEED_RANGE) for _ in range(job["steps"] * job["groups"])]
     if job["max_turns"] > 1:
-        return [{"prompt": [{"role": "user", "content": str(seed)}], "task_seed": seed} for seed in seeds]
+        return [
+            {"prompt": [{"role": "user", "content": str(seed)}], "task_seed": seed}
+            for seed in seeds
+        ]
 
     async def ask_tasks() -> list[dict[str, Any]]:
         return [
-            {"prompt": _plain_messages(await make_environment(job).reset(seed)), "task_seed": seed} for seed in seeds
+            {"prompt": _plain_messages(await make_environment(job).reset(seed)), "task_seed": seed}
+            for seed in seeds
         ]
 
     return asyncio.run(ask_tasks())
@@ -114,11 +127,15 @@ def make_environment(job: dict[str, Any]) -> Any:
 
 
 class EpisodePlay:
-    """The episodes of TRL's batches and their rewards; `mean` is the mean reward of the last batch."""
+    """The episodes of TRL's batches and their rewards; `mean` is the mean reward
+    of the last batch."""
 
     def __init__(self, job: dict[str, Any], tokenizer: Any):
-        self.job, self.tokenizer, self.end = job, tokenizer, tokenizer.eos_token_id
-        self.mean, self.tokens = 0.0, 0
+        self.job = job
+        self.tokenizer = tokenizer
+        self.end = tokenizer.eos_token_id
+        self.mean = 0.0
+        self.tokens = 0
 
     def _make_action(self, ids: list[int]) -> Any:
         from r3async.envs import Action
@@ -127,7 +144,9 @@ class EpisodePlay:
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         return Action(text, "stop" if ended else "length")
 
-    def score_completions(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    def score_completions(
+        self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any
+    ) -> list[float]:
         """Return the rewards, as TRL's reward function."""
         if "reward" in columns:  # of `rollout`
             rewards = list(columns["reward"])
@@ -137,7 +156,9 @@ class EpisodePlay:
         self.mean = sum(rewards) / len(rewards)
         return rewards
 
-    async def _score_single_turn(self, seeds: list[int], completions: list[list[int]]) -> list[float]:
+    async def _score_single_turn(
+        self, seeds: list[int], completions: list[list[int]]
+    ) -> list[float]:
         async def score_one(seed: int, ids: list[int]) -> float:
             env = make_environment(self.job)
             await env.reset(seed)
@@ -147,15 +168,20 @@ class EpisodePlay:
 
     def play_batch(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Play the episodes of a batch turn by turn, as TRL's `rollout_func`."""
-        return asyncio.run(self._play_turns([int(prompt[-1]["content"]) for prompt in prompts], trainer))
+        return asyncio.run(
+            self._play_turns([int(prompt[-1]["content"]) for prompt in prompts], trainer)
+        )
 
     async def _play_turns(self, seeds: list[int], trainer: Any) -> dict[str, Any]:
         envs = [make_environment(self.job) for _ in seeds]
-        opened = await asyncio.gather(*(env.reset(seed) for env, seed in zip(envs, seeds, strict=True)))
+        opened = await asyncio.gather(
+            *(env.reset(seed) for env, seed in zip(envs, seeds, strict=True))
+        )
         prompts = [self._encode_messages(messages) for messages in opened]
         answers: list[list[int]] = [[] for _ in seeds]
         masks: list[list[int]] = [[] for _ in seeds]
-        rewards, playing = [0.0] * len(seeds), list(range(len(seeds)))
+        rewards = [0.0] * len(seeds)
+        playing = list(range(len(seeds)))
         for _ in range(self.job["max_turns"]):
             fed = [prompts[i] + answers[i] for i in playing]
             completions, _ = trainer._generate_single_turn(fed, None, {}, 1)
@@ -164,12 +190,16 @@ class EpisodePlay:
                 masks[i] += [1] * len(ids)
                 self.tokens += len(ids)
             actions = [self._make_action(ids) for ids in completions]
-            results = await asyncio.gather(*(envs[i].step(a) for i, a in zip(playing, actions, strict=True)))
+            results = await asyncio.gather(
+                *(envs[i].step(a) for i, a in zip(playing, actions, strict=True))
+            )
             unfinished = []
             for i, ids, result in zip(playing, completions, results, strict=True):
                 rewards[i] += result.reward
                 if not result.done:
-                    seen = ([] if ids[-1] == self.end else [self.end]) + self._encode_messages(result.messages)
+                    seen = ([] if ids[-1] == self.end else [self.end]) + self._encode_messages(
+                        result.messages
+                    )
                     answers[i] += seen
                     masks[i] += [0] * len(seen)
                     unfinished.append(i)
@@ -196,13 +226,18 @@ def _plain_messages(messages: Any) -> list[dict[str, str]]:
 
 
 def _make_clock(base: Any, path: Path, play: EpisodePlay) -> Any:
-    """Return a callback that writes, for each step, the time at which it ended, the CPU time so far and the reward of
-    what it trained."""
+    """Return a callback that writes, for each step, the time at which it ended, the CPU time so far
+    and the reward of what it trained."""
 
     file = path.open("w", buffering=1)
 
     def write_row(_: Any, __: Any, state: Any, ___: Any, **rest: Any) -> None:
-        row = {"step": state.global_step, "time": time.time(), "reward": play.mean, "tokens": play.tokens}
+        row = {
+            "step": state.global_step,
+            "time": time.time(),
+            "reward": play.mean,
+            "tokens": play.tokens,
+        }
         file.write(json.dumps(row | {"cpu": time.process_time()}) + "\n")
 
     return type("Clock", (base,), {"on_train_begin": write_row, "on_step_end": write_row})()

@@ -1,7 +1,9 @@
-"""The report of every benchmark: rows of figures, each with its mean, its 95 % interval and the number of values.
+"""The report of every benchmark: rows of figures, each with its mean, its 95 % interval and the
+number of values.
 
-A benchmark collects values by case and figure, one for each repeat or seed (`Measurements`). The report is written as one
-JSON object, for docs/figures/bench, and shown as a table (`render_report`), on the terminal and on the pages (`page.py`).
+A benchmark collects values by case and figure, one for each repeat or seed (`Measurements`). The
+report is written as one JSON object, for docs/figures/bench, and shown as a table
+(`render_report`), on the terminal and on the pages (`page.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Measurements(msgspec.Struct):
 
 
 class MeanFigure(msgspec.Struct, frozen=True):
-    """The mean and the median of `n` values, and the mean's 95 % interval (Student's t; None for one value)."""
+    """The mean and the median of `n` values, and the mean's 95 % interval (Student's t;
+    None for one value)."""
 
     mean: float
     low: float | None
@@ -76,7 +79,9 @@ class BenchReport(msgspec.Struct, frozen=True):
 
 def summarize_values(values: Sequence[float]) -> MeanFigure:
     estimate = estimate_mean(values)
-    return MeanFigure(estimate.mean, estimate.low, estimate.high, median(values), len(values), list(values))
+    return MeanFigure(
+        estimate.mean, estimate.low, estimate.high, median(values), len(values), list(values)
+    )
 
 
 def build_report(name: str, measured: Measurements, facts: Mapping[str, str]) -> BenchReport:
@@ -88,7 +93,8 @@ def build_report(name: str, measured: Measurements, facts: Mapping[str, str]) ->
 
 
 def collect_facts(command: str) -> dict[str, str]:
-    """Return what all figures depend on. It is collected before the benchmark runs, for the load of the machine."""
+    """Return what all figures depend on. It is collected before the benchmark runs, for the
+    load of the machine."""
     torch = metadata.version("torch")
     return {
         "command": command,
@@ -99,9 +105,13 @@ def collect_facts(command: str) -> dict[str, str]:
 
 
 def find_commit() -> str:
-    """Return the commit of this checkout, with a `+` if its files differ from it; else the version."""
+    """Return the commit of this checkout, with a `+` if its files differ from it;
+    else the version."""
     answers = []
-    for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+    for words in (
+        ("rev-parse", "--short=12", "HEAD"),
+        ("status", "--porcelain", "--untracked-files=no"),
+    ):
         command = ["git", "-C", str(REPOSITORY_ROOT), *words]
         try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -112,17 +122,22 @@ def find_commit() -> str:
     return f"{commit}+" if changes else commit
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
-def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, padded: bool = True) -> list[str]:
-    """Return the lines of a Markdown table; `padded` for a terminal, with the first column left-aligned and the others
-    right-aligned."""
+def format_table(
+    heads: Sequence[str], rows: Sequence[Sequence[object]], *, padded: bool = True
+) -> list[str]:
+    """Return the lines of a Markdown table; `padded` for a terminal, with the first column
+    left-aligned and the others right-aligned."""
     texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) if padded else 0 for column in zip(*texts, strict=True)]
 
     def format_row(row: Sequence[str]) -> str:
-        cells = [f"{text:{'>' if i else '<'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            f"{text:{'>' if i else '<'}{width}}"
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
         return f"| {' | '.join(cells)} |"
 
     head, *body = map(format_row, texts)
@@ -143,8 +158,12 @@ def format_figure(figure: MeanFigure | None) -> str:
 
 
 def report_lines(report: BenchReport, *, padded: bool = True) -> Iterator[str]:
-    """Yield the lines of a report: its facts, and a table for each stretch of rows that share figures."""
-    yield "; ".join(f"{name}: {f'`{fact}`' if name == 'command' else fact}" for name, fact in report.facts.items())
+    """Yield the lines of a report: its facts, and a table for each stretch of rows
+    that share figures."""
+    yield "; ".join(
+        f"{name}: {f'`{fact}`' if name == 'command' else fact}"
+        for name, fact in report.facts.items()
+    )
     stretches: list[list[CaseFigures]] = []
     for row in report.rows:
         if not stretches or row.figures.keys().isdisjoint(stretches[-1][-1].figures):
@@ -152,7 +171,10 @@ def report_lines(report: BenchReport, *, padded: bool = True) -> Iterator[str]:
         stretches[-1].append(row)
     for rows in stretches:
         names = list(dict.fromkeys(name for row in rows for name in row.figures))
-        cells = [(row.case, *(format_figure(row.figures.get(name)) for name in names), row.value_count) for row in rows]
+        cells = [
+            (row.case, *(format_figure(row.figures.get(name)) for name in names), row.value_count)
+            for row in rows
+        ]
         yield from ("", *format_table(("case", *names, "n"), cells, padded=padded))
     yield from ("", *report.problems) if report.problems else ()
 

@@ -14,10 +14,11 @@ _EPISODES = itertools.count()
 
 
 class SlowTools:
-    """The `reverse-text` environment, with answers that take `min(median * exp(sigma * N(0, 1)), longest)` seconds.
+    """The `reverse-text` environment, with answers that take
+    `min(median * exp(sigma * N(0, 1)), longest)` seconds.
 
-    Log-normal latencies are heavy-tailed: with `sigma = 1`, one call in a hundred takes ten times the median.
-    Observations are `observation` characters longer, as tool outputs are.
+    Log-normal latencies are heavy-tailed: with `sigma = 1`, one call in a hundred takes ten times
+    the median. Observations are `observation` characters longer, as tool outputs are.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class SlowTools:
         if min(median, sigma, longest) < 0:
             raise ValueError("median, sigma and longest must not be negative")
         self._game = ReverseText(letters, turns)
-        self._median, self._sigma, self._longest = median, sigma, longest
+        self._median = median
+        self._sigma = sigma
+        self._longest = longest
         self._padding = "." * observation
         self._rng = random.Random(next(_EPISODES))
 

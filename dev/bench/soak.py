@@ -1,5 +1,5 @@
-"""The benchmark `bench soak`: growth of resident memory, open files and the spool over minutes or hours of a real
-run."""
+"""The benchmark `bench soak`: growth of resident memory, open files and the spool over minutes or
+hours of a real run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from r3async.record.reading import read_json_objects
 
 SAMPLE_SECONDS = 5.0
 WARM = 0.25
-"""Share of the time after which growth counts: pools, caches and logs of a fixed length have filled by then."""
+"""Share of the time after which growth counts: pools, caches and logs of a fixed length
+have filled by then."""
 NOISE = 3.0
-"""Smallest growth that is more than noise, as a multiple of the scatter of a process's memory around its trend line."""
+"""Smallest growth that is more than noise, as a multiple of the scatter of a process's memory
+around its trend line."""
 STOP_SECONDS = 120.0
 MIB = 2**20
 
 
 class ResourceSample(msgspec.Struct, frozen=True):
-    """A reading of one process: seconds since the first sample, resident bytes, open file descriptors."""
+    """A reading of one process: seconds since the first sample, resident bytes, open
+    file descriptors."""
 
     at: float
     resident: int
@@ -37,19 +40,23 @@ class ResourceSample(msgspec.Struct, frozen=True):
 
 
 def find_growth(samples: Sequence[ResourceSample]) -> tuple[dict[str, float], bool]:
-    """Return the figures of one process after the warm-up, and whether it grows. Raises `BenchError` for fewer than ten
-    samples.
+    """Return the figures of one process after the warm-up, and whether it grows. Raises
+    `BenchError` for fewer than ten samples.
 
-    The slope is Theil and Sen's, the median of all pairs' slopes; growth is what it amounts to in the measured time, and
-    scatter the median distance from the line. A process grows if its growth is above `NOISE` times the scatter and above
-    1 % of its memory, or if it has more open files.
+    The slope is Theil and Sen's, the median of all pairs' slopes; growth is what it amounts to in
+    the measured time, and scatter the median distance from the line. A process grows if its growth
+    is above `NOISE` times the scatter and above 1 % of its memory, or if it has more open files.
     """
     last = samples[-1].at
     warm = [s for s in samples if s.at >= WARM * last]
     if len(warm) < 10:
         raise BenchError(f"{len(warm)} samples after the warm-up are too few: measure for longer")
     every = warm[:: max(1, len(warm) // 300)]  # pairs grow with the square
-    slopes = [(b.resident - a.resident) / (b.at - a.at) for a, b in itertools.combinations(every, 2) if b.at - a.at > 0]
+    slopes = [
+        (b.resident - a.resident) / (b.at - a.at)
+        for a, b in itertools.combinations(every, 2)
+        if b.at - a.at > 0
+    ]
     slope = statistics.median(slopes)
     middle = statistics.median(s.resident - slope * s.at for s in warm)
     scatter = statistics.median(abs(s.resident - slope * s.at - middle) for s in warm)
@@ -70,8 +77,11 @@ def find_growth(samples: Sequence[ResourceSample]) -> tuple[dict[str, float], bo
     return figures, grown > max(NOISE * scatter, 0.01 * resident) or files_grow
 
 
-def run_soak(minutes: float, overrides: Sequence[str], directory: Path, print_line: PrintLine) -> Measurements:
-    """Run with the scripted engine for `minutes`. Raises `BenchError` if the run ends before that."""
+def run_soak(
+    minutes: float, overrides: Sequence[str], directory: Path, print_line: PrintLine
+) -> Measurements:
+    """Run with the scripted engine for `minutes`. Raises `BenchError` if the run
+    ends before that."""
     from dev.chaos.run import chaos_overrides, make_model
     from dev.chaos.scenarios import SpreadKills
 
@@ -88,11 +98,22 @@ def run_soak(minutes: float, overrides: Sequence[str], directory: Path, print_li
     model = make_model("quickstart", chosen, directory / "init", print_line)
     chosen = [*(each for each in chosen if not each.startswith("model.init.")), model]
     config = load_config("quickstart", chosen)
-    run_dir, log = directory / "soak", directory / "soak.log"
-    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(directory), *chosen]
+    run_dir = directory / "soak"
+    log = directory / "soak.log"
+    command = [
+        sys.executable,
+        "-m",
+        "r3async",
+        "train",
+        "quickstart",
+        "--runs",
+        str(directory),
+        *chosen,
+    ]
     watched = ResourceMonitor(run_dir)
     with start_process(command, log, patience=STOP_SECONDS) as driver:
-        began, minute = 0.0, -1
+        began = 0.0
+        minute = -1
         while not began or time.monotonic() - began < minutes * 60:
             if driver.poll() is not None:
                 raise BenchError(f"the run ended too early (exit {driver.returncode}): see {log}")
@@ -106,10 +127,13 @@ def run_soak(minutes: float, overrides: Sequence[str], directory: Path, print_li
                 minute = int(at / 60)
                 print_line(f"soak: minute {minute} of {minutes:g}")
     rows = read_json_objects(run_dir / "metrics.jsonl")
-    steps, group = len(rows), config.schedule.prompts_per_step * config.schedule.group_size
+    steps = len(rows)
+    group = config.schedule.prompts_per_step * config.schedule.group_size
     measured = Measurements()
     measured.facts = {"run": f"{minutes:g} minutes, {steps} steps, {steps * group} trajectories"}
-    measured.facts["spool"] = f"at most {watched.spool_most / MIB:.2f} MiB of {config.buffer.disk_bytes / MIB:.0f}"
+    measured.facts["spool"] = (
+        f"at most {watched.spool_most / MIB:.2f} MiB of {config.buffer.disk_bytes / MIB:.0f}"
+    )
     for name, samples in sorted(watched.samples.items()):
         if len(samples) > 1:
             figures, grows = find_growth(samples)
@@ -119,7 +143,8 @@ def run_soak(minutes: float, overrides: Sequence[str], directory: Path, print_li
 
 
 class ResourceMonitor:
-    """A monitor of the resources that the processes of the run in `run_dir`, and its spool, take."""
+    """A monitor of the resources that the processes of the run in `run_dir`, and
+    its spool, take."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
@@ -131,7 +156,9 @@ class ResourceMonitor:
         for name, process in find_processes(self._run_dir, driver).items():
             try:
                 with process.oneshot():
-                    self.samples[name].append(ResourceSample(at, process.memory_info().rss, process.num_fds()))
+                    self.samples[name].append(
+                        ResourceSample(at, process.memory_info().rss, process.num_fds())
+                    )
             except psutil.Error:
                 continue
         spool_bytes = sum(path.stat().st_size for path in (self._run_dir / "spool").glob("*.spool"))
@@ -139,14 +166,16 @@ class ResourceMonitor:
 
 
 def find_processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
-    """Return the processes by role: the driver, the actors that have started and still run, and environments'
-    processes."""
+    """Return the processes by role: the driver, the actors that have started and still run, and
+    environments' processes."""
     from dev.chaos.scenario import actor_process, environment_workers
 
     processes = {"driver": psutil.Process(driver)}
     for event in read_json_objects(run_dir / "events.jsonl"):
-        if event["event"].endswith("_started") and "pid" in event and (process := actor_process(event["pid"])):
-            processes[event["role"]] = process
-            for i, worker in enumerate(environment_workers(process)):
-                processes[f"{event['role']} environment {i}"] = worker
+        if event["event"].endswith("_started") and "pid" in event:
+            process = actor_process(event["pid"])
+            if process:
+                processes[event["role"]] = process
+                for i, worker in enumerate(environment_workers(process)):
+                    processes[f"{event['role']} environment {i}"] = worker
     return processes

@@ -1,9 +1,10 @@
-"""The benchmark `bench start`: from the command to the first trained step, in wall and CPU seconds, by stage and by
-process.
+"""The benchmark `bench start`: from the command to the first trained step, in wall and CPU seconds,
+by stage and by process.
 
-Cases: `model`, with `model.path`; `none`, without it and with an empty cache; `help`, `r3async --help` alone. Events of
-the run mark the end of each stage; CPU seconds are those of all processes below this one. Wall time is meaningful only
-on a quiet machine: `cores of others` is the number of cores that other processes kept busy meanwhile.
+Cases: `model`, with `model.path`; `none`, without it and with an empty cache; `help`,
+`r3async --help` alone. Events of the run mark the end of each stage; CPU seconds are those of all
+processes below this one. Wall time is meaningful only on a quiet machine: `cores of others` is the
+number of cores that other processes kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ SMALL_OVERRIDES = [
 """Overrides of a small run that exercises the code path; its figures mean nothing."""
 
 
-def measure_start(cases: Sequence[str], repeats: int, print_line: PrintLine, *, quick: bool = False) -> Measurements:
-    """Measure each case `repeats` times, in turns. Raises `BenchError`, and `ConfigError` for an unknown case."""
-    if unknown := [case for case in cases if case not in START_CASES]:
+def measure_start(
+    cases: Sequence[str], repeats: int, print_line: PrintLine, *, quick: bool = False
+) -> Measurements:
+    """Measure each case `repeats` times, in turns. Raises `BenchError`, and `ConfigError` for
+    an unknown case."""
+    unknown = [case for case in cases if case not in START_CASES]
+    if unknown:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(START_CASES)}")
     words = SMALL_OVERRIDES if quick else []
     measured = Measurements()
@@ -53,9 +58,13 @@ def measure_start(cases: Sequence[str], repeats: int, print_line: PrintLine, *, 
                 print_line(f"{case}: {repeat + 1} of {repeats}")
                 arguments = words
                 if case == "model":
-                    arguments = [f"model.path={model}", *(word for word in words if not word.startswith("model.init."))]
+                    arguments = [
+                        f"model.path={model}",
+                        *(word for word in words if not word.startswith("model.init.")),
+                    ]
                 measured.add_figures(
-                    case, measure_help(place) if case == "help" else measure_first_step(arguments, place)
+                    case,
+                    measure_help(place) if case == "help" else measure_first_step(arguments, place),
                 )
     return measured
 
@@ -65,10 +74,14 @@ def measure_first_step(words: Sequence[str], place: Path) -> dict[str, float]:
     run_dir = place / RUN_NAME
     arguments = ["train", PRESET, f"name={RUN_NAME}", "steps=1", "--runs", str(place), *words]
     began, cpu = run_measured(arguments, place / "screen.txt")
-    events = {event["event"]: event["time"] for event in read_json_objects(run_dir / "events.jsonl")}
+    events = {
+        event["event"]: event["time"] for event in read_json_objects(run_dir / "events.jsonl")
+    }
     rows = read_json_objects(run_dir / "metrics.jsonl")
     if not rows:
-        raise BenchError(f"the run made no step; it ended with:\n{(place / 'screen.txt').read_text()[-2000:]}")
+        raise BenchError(
+            f"the run made no step; it ended with:\n{(place / 'screen.txt').read_text()[-2000:]}"
+        )
     ends = {
         "model": events["lineage_began"],
         "ray": events["conductor_started"],
@@ -80,18 +93,30 @@ def measure_first_step(words: Sequence[str], place: Path) -> dict[str, float]:
 
 
 def measure_help(place: Path) -> dict[str, float]:
-    """Measure `--help` alone. Its CPU seconds are those of a child that has ended, since it is too short to be read
-    while it runs."""
-    before, children = time.time(), os.times()
+    """Measure `--help` alone. Its CPU seconds are those of a child that has ended, since it is too
+    short to be read while it runs."""
+    before = time.time()
+    children = os.times()
     with TreeCpu() as cpu:
         run_measured(["--help"], place / "screen.txt")
-    after, ended = os.times(), time.time()
-    seconds = after.children_user + after.children_system - children.children_user - children.children_system
-    return {"seconds": ended - before, "CPU s": seconds, "cores of others": cpu.cores_of_others(before, ended)}
+    after = os.times()
+    ended = time.time()
+    seconds = (
+        after.children_user
+        + after.children_system
+        - children.children_user
+        - children.children_system
+    )
+    return {
+        "seconds": ended - before,
+        "CPU s": seconds,
+        "cores of others": cpu.cores_of_others(before, ended),
+    }
 
 
 def stage_figures(began: float, ends: dict[str, float], cpu: TreeCpu) -> dict[str, float]:
-    """Return the seconds from the command to the end of each stage, and the CPU seconds until then, by role."""
+    """Return the seconds from the command to the end of each stage, and the CPU seconds
+    until then, by role."""
     last = max(ends.values())
     roles = cpu.seconds_between(began, last)
     return {
@@ -109,13 +134,16 @@ def run_measured(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
     Returns the unix time at which it began, and what was read meanwhile. Raises `BenchError`.
     """
     cache = str(screen.parent / "cache")
-    # Without its cache of model classes, vLLM starts one more process of eight CPU seconds; that happens only the first
-    # time on a machine.
+    # Without its cache of model classes, vLLM starts one more process of eight CPU seconds; that
+    # happens only the first time on a machine.
     vllm_cache = os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
     with TreeCpu() as cpu:
         began = time.time()
         with start_process(
-            [sys.executable, "-P", "-m", "r3async", *words], screen, XDG_CACHE_HOME=cache, VLLM_CACHE_ROOT=vllm_cache
+            [sys.executable, "-P", "-m", "r3async", *words],
+            screen,
+            XDG_CACHE_HOME=cache,
+            VLLM_CACHE_ROOT=vllm_cache,
         ) as process:
             try:
                 code = process.wait(TIMEOUT_SECONDS)

@@ -1,10 +1,11 @@
-"""The benchmark `bench transport`: the wire format alone, and the whole path (encode, socket, validate, spool, decode)
-against raw ZeroMQ, side by side.
+"""The benchmark `bench transport`: the wire format alone, and the whole path (encode, socket,
+validate, spool, decode) against raw ZeroMQ, side by side.
 
-The generator is a separate process (`send_trajectories`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with blocking
-sockets and the same frames, with nothing encoded, checked or answered: the ceiling. `raw, CURVE` is the same, encrypted
-as every connection of a run is. All take turns; a value is of one round, and shares are of raw in that round. The
-learner's lag beside `raw` is that of an idle loop: what the machine itself causes.
+The generator is a separate process (`send_trajectories`); this one is the learner. Raw ZeroMQ is
+DEALER to ROUTER with blocking sockets and the same frames, with nothing encoded, checked or
+answered: the ceiling. `raw, CURVE` is the same, encrypted as every connection of a run is. All take
+turns; a value is of one round, and shares are of raw in that round. The learner's lag beside `raw`
+is that of an idle loop: what the machine itself causes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import msgspec
 import numpy as np
 import zmq
 
-from dev.bench.jobs import BenchError, PrintLine, memory_mib, report_progress, reset_memory_peak, run_job
+from dev.bench.jobs import (
+    BenchError,
+    PrintLine,
+    memory_mib,
+    report_progress,
+    reset_memory_peak,
+    run_job,
+)
 from dev.bench.report import Measurements
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data.packed import RouteForm
@@ -47,11 +55,12 @@ FORMS: tuple[RouteForm, ...] = ("plain", "bits", "dense")
 TURNS = 8
 
 
-# -- trajectories ------------------------------------------------------------------------------------------------------
+# -- trajectories ----------------------------------------------------------------------------------
 
 
 def sampled_table(tokens: int, routes: tuple[int, int] | None) -> TokenTable:
-    """Return `tokens` of an episode of `TURNS` turns, as a generator sends them; the policy sampled half of them."""
+    """Return `tokens` of an episode of `TURNS` turns, as a generator sends them; the policy
+    sampled half of them."""
     rng = np.random.default_rng(0)
     turn = np.full(tokens, -1, np.int32)
     rewards = np.zeros(tokens, np.float32)
@@ -62,7 +71,9 @@ def sampled_table(tokens: int, routes: tuple[int, int] | None) -> TokenTable:
     columns = {
         "token_ids": rng.integers(0, 150_000, tokens, dtype=np.int32),
         "loss_mask": turn >= 0,
-        "rollout_logprobs": np.where(turn >= 0, -rng.exponential(0.5, tokens), 0).astype(np.float32),
+        "rollout_logprobs": np.where(turn >= 0, -rng.exponential(0.5, tokens), 0).astype(
+            np.float32
+        ),
         "policy_version": np.where(turn >= 0, 17 + turn // 4, -1).astype(np.int32),
         "turn": turn,
         "rewards": rewards,
@@ -73,32 +84,48 @@ def sampled_table(tokens: int, routes: tuple[int, int] | None) -> TokenTable:
     return TokenTable(columns)
 
 
-def sampled_routes(rng: np.random.Generator, tokens: int, layers: int, top_k: int, experts: int = 128) -> np.ndarray:
-    """Return random routes, uint8 `[tokens, layers, top_k]`: distinct experts in any order. They come from a limited
-    number of sets, each shifted by a random number of experts."""
+def sampled_routes(
+    rng: np.random.Generator, tokens: int, layers: int, top_k: int, experts: int = 128
+) -> np.ndarray:
+    """Return random routes, uint8 `[tokens, layers, top_k]`: distinct experts in any order. They
+    come from a limited number of sets, each shifted by a random number of experts."""
     some = rng.random((4096, experts)).argsort(axis=1)[:, :top_k]
-    rows = some[rng.integers(0, len(some), tokens * layers)] + rng.integers(0, experts, (tokens * layers, 1))
+    rows = some[rng.integers(0, len(some), tokens * layers)] + rng.integers(
+        0, experts, (tokens * layers, 1)
+    )
     return (rows % experts).reshape(tokens, layers, top_k).astype(np.uint8)
 
 
 def sampled_trajectory(tokens: int, routes: tuple[int, int] | None = None) -> Trajectory:
     turns = [Turn(i, 0, 1, tokens, 0.5, "eos") for i in range(TURNS)]
-    return Trajectory("t0", 0, 0, 1, "g0", "eos", turns, [Sample("t0/0", sampled_table(tokens, routes), 1.0)], 1.0, 2.0)
+    return Trajectory(
+        "t0",
+        0,
+        0,
+        1,
+        "g0",
+        "eos",
+        turns,
+        [Sample("t0/0", sampled_table(tokens, routes), 1.0)],
+        1.0,
+        2.0,
+    )
 
 
 def make_trajectory(nbytes: int) -> Trajectory:
-    """Return a trajectory of about `nbytes` on the wire: dense if it is small, with 48x8 routes otherwise."""
+    """Return a trajectory of about `nbytes` on the wire: dense if it is small, with 48x8
+    routes otherwise."""
     if nbytes < DENSE_BELOW:
         return sampled_trajectory(max(1, (nbytes - 1000) // 8))
     return sampled_trajectory(max(1, nbytes // 392), ROUTES)
 
 
-# -- the learner's side ------------------------------------------------------------------------------------------------
+# -- the learner's side ----------------------------------------------------------------------------
 
 
 class TransportJob(msgspec.Struct, frozen=True):
-    """A job that sends `count` trajectories of `nbytes` to `endpoint`, of which `inflight` may be unacknowledged. Its
-    keys are those of one measurement, and protect nothing."""
+    """A job that sends `count` trajectories of `nbytes` to `endpoint`, of which `inflight` may be
+    unacknowledged. Its keys are those of one measurement, and protect nothing."""
 
     path: str
     endpoint: str
@@ -114,9 +141,10 @@ class TransportJob(msgspec.Struct, frozen=True):
 
 
 class SideFigures(msgspec.Struct, frozen=True):
-    """The figures of one side: wall and CPU seconds from the first to the last answer, the 99th percentile of the event
-    loop's lag and of its own part of it in milliseconds, and the peak of resident memory beside what the process had
-    before: imports, and what earlier measurements left, are not the transport's."""
+    """The figures of one side: wall and CPU seconds from the first to the last answer, the 99th
+    percentile of the event loop's lag and of its own part of it in milliseconds, and the peak of
+    resident memory beside what the process had before: imports, and what earlier measurements left,
+    are not the transport's."""
 
     seconds: float
     cpu_seconds: float
@@ -128,7 +156,8 @@ class SideFigures(msgspec.Struct, frozen=True):
 def measure_transport(*, quick: bool, rounds: int, print_line: PrintLine) -> Measurements:
     """Measure the format, and every size on every path. Raises `BenchError`."""
     sizes, rounds, moved = ((10_000, 200_000), 1, MOVED // 100) if quick else (SIZES, rounds, MOVED)
-    measured, tokens = Measurements(), 256 if quick else 2048
+    measured = Measurements()
+    tokens = 256 if quick else 2048
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         for nbytes, _ in itertools.product(sizes, range(rounds)):
             actual = sum(map(len, encode_trajectory(make_trajectory(nbytes))))
@@ -140,7 +169,8 @@ def measure_transport(*, quick: bool, rounds: int, print_line: PrintLine) -> Mea
                 sides[path] = asyncio.run(receive(path, nbytes, count, place, print_line))
             for path in PATHS:
                 measured.add_figures(
-                    f"{path}, {actual:,} bytes", _path_figures(path, sides, count * actual / 1e9, count)
+                    f"{path}, {actual:,} bytes",
+                    _path_figures(path, sides, count * actual / 1e9, count),
                 )
     # Last: the free heap that it leaves would hide memory that the learner's side takes.
     measure_format(tokens)  # warms up
@@ -151,8 +181,11 @@ def measure_transport(*, quick: bool, rounds: int, print_line: PrintLine) -> Mea
 
 
 def measure_format(tokens: int) -> dict[str, dict[str, float]]:
-    """Return bytes and CPU time a token of the wire format. Decoding ends when every column is an array."""
-    cases: list[tuple[str, Trajectory, RouteForm]] = [("no routes", sampled_trajectory(tokens), "plain")]
+    """Return bytes and CPU time a token of the wire format. Decoding ends when every
+    column is an array."""
+    cases: list[tuple[str, Trajectory, RouteForm]] = [
+        ("no routes", sampled_trajectory(tokens), "plain")
+    ]
     cases += [(f"routes 48x8, {form}", sampled_trajectory(tokens, ROUTES), form) for form in FORMS]
     figures = {}
     for name, trajectory, form in cases:
@@ -173,9 +206,13 @@ def measure_format(tokens: int) -> dict[str, dict[str, float]]:
 def _path_figures(
     path: str, sides: dict[str, tuple[SideFigures, SideFigures]], gigabytes: float, count: int
 ) -> dict[str, float | None]:
-    """Return the figures of one path in one round. CPU is of both processes; a busy machine does not blur its share."""
+    """Return the figures of one path in one round. CPU is of both processes; a busy machine does
+    not blur its share."""
     speed = {name: gigabytes / generator.seconds for name, (generator, _) in sides.items()}
-    cpu = {name: (g.cpu_seconds + learner.cpu_seconds) / gigabytes for name, (g, learner) in sides.items()}
+    cpu = {
+        name: (g.cpu_seconds + learner.cpu_seconds) / gigabytes
+        for name, (g, learner) in sides.items()
+    }
     generator, learner = sides[path]
     return {
         "GB/s": speed[path],
@@ -228,7 +265,9 @@ async def _receive_raw(
     thread.start()
     async with LagMonitor() as lag:
         endpoint = f"tcp://127.0.0.1:{port}"
-        job = TransportJob(path, endpoint, nbytes, count, 0, client.server_public_key, client.secret_key)
+        job = TransportJob(
+            path, endpoint, nbytes, count, 0, client.server_public_key, client.secret_key
+        )
         done = await _start_sender(job, directory, print_line)
     thread.join(LIMIT)
     if thread.is_alive():
@@ -238,11 +277,16 @@ async def _receive_raw(
     return done, _figures_between(marks, lag, None)
 
 
-def _figures_between(marks: list[tuple[float, float]], lag: LagMonitor, extra_mib: float | None) -> SideFigures:
-    """Return the figures of the time from the first message to the last: while the generator's process starts, the loop
-    idles."""
-    (began, computed), (ended, computed_then) = marks[0], marks[-1]
-    return SideFigures(ended - began, computed_then - computed, *lag.percentiles_between(began, ended), extra_mib)
+def _figures_between(
+    marks: list[tuple[float, float]], lag: LagMonitor, extra_mib: float | None
+) -> SideFigures:
+    """Return the figures of the time from the first message to the last: while the generator's
+    process starts, the loop idles."""
+    began, computed = marks[0]
+    ended, computed_then = marks[-1]
+    return SideFigures(
+        ended - began, computed_then - computed, *lag.percentiles_between(began, ended), extra_mib
+    )
 
 
 async def _receive_whole(
@@ -255,7 +299,8 @@ async def _receive_whole(
         def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
             receiver.release_trajectory(trajectory.trajectory_id)
             trained.append(trajectory.group_index)
-            # The warm-up message, the first that counts, and the last: reading clocks takes time, too.
+            # The warm-up message, the first that counts, and the last: reading clocks
+            # takes time, too.
             if next(numbers) in (0, 1, count):
                 marks.append((time.perf_counter(), time.process_time()))
 
@@ -272,7 +317,9 @@ async def _receive_whole(
             await stack.enter_async_context(_commit_trained(spool, trained, count))
         stack.push_async_callback(receiver.close)
         lag = await stack.enter_async_context(LagMonitor())
-        job = TransportJob(path, endpoint, nbytes, count, inflight, client.server_public_key, client.secret_key)
+        job = TransportJob(
+            path, endpoint, nbytes, count, inflight, client.server_public_key, client.secret_key
+        )
         done = await _start_sender(job, directory, print_line)
         extra_mib = memory_mib("VmHWM") - resident_mib
     return done, _figures_between(marks[1:], lag, extra_mib)
@@ -280,12 +327,14 @@ async def _receive_whole(
 
 @contextlib.asynccontextmanager
 async def _commit_trained(spool: Spool, trained: list[int], count: int) -> AsyncIterator[None]:
-    """Delete trained trajectories from the spool during the block, as checkpoints do, and all of them at the end."""
+    """Delete trained trajectories from the spool during the block, as checkpoints do, and all of
+    them at the end."""
 
     async def commit_often() -> None:
         while True:
             await asyncio.sleep(0.2)
-            groups, trained[:] = list(trained), []
+            groups = list(trained)
+            trained[:] = []
             await spool.delete_trained(groups)
 
     committing = asyncio.create_task(commit_often())
@@ -300,8 +349,8 @@ async def _commit_trained(spool: Spool, trained: list[int], count: int) -> Async
 class LagMonitor:
     """A monitor of the event loop's lag: how late a sleep of one millisecond ends, over and over.
 
-    That is how long anything else on this event loop must wait. Its own part is that in which the loop's own thread was
-    computing, and not waiting for a processor that others had.
+    That is how long anything else on this event loop must wait. Its own part is that in which the
+    loop's own thread was computing, and not waiting for a processor that others had.
     """
 
     def __init__(self) -> None:
@@ -322,12 +371,14 @@ class LagMonitor:
         while True:
             began = time.perf_counter()
             await asyncio.sleep(TICK)
-            ended, before = time.perf_counter(), computed
+            ended = time.perf_counter()
+            before = computed
             computed = time.thread_time()  # once a tick: this clock can take 50 µs to read
             self._ticks.append((ended, ended - began - TICK, computed - before))
 
     def percentiles_between(self, began: float, ended: float) -> tuple[float | None, float | None]:
-        """Return the 99th percentiles of lag and own lag of the ticks that ended in this time, in milliseconds."""
+        """Return the 99th percentiles of lag and own lag of the ticks that ended in this time,
+        in milliseconds."""
         chosen = [tick[1:] for tick in self._ticks if began <= tick[0] <= ended]
         if not chosen:
             return None, None
@@ -335,7 +386,7 @@ class LagMonitor:
         return float(lag), float(own_lag)
 
 
-# -- the generator's side, in the job's process ------------------------------------------------------------------------
+# -- the generator's side, in the job's process ----------------------------------------------------
 
 
 def send_trajectories(job: TransportJob, directory: Path) -> SideFigures:
@@ -345,7 +396,8 @@ def send_trajectories(job: TransportJob, directory: Path) -> SideFigures:
 
 
 def send_raw(job: TransportJob) -> SideFigures:
-    """Send the same frames over and over with blocking sockets and no protocol, and wait for one answer at the end."""
+    """Send the same frames over and over with blocking sockets and no protocol, and wait for one
+    answer at the end."""
     frames = encode_trajectory(make_trajectory(job.nbytes))
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -357,19 +409,21 @@ def send_raw(job: TransportJob) -> SideFigures:
     socket.connect(job.endpoint)
     socket.send(b"begin")
     socket.recv()
-    began, computed = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    computed = time.process_time()
     for _ in range(job.count):
         socket.send_multipart(frames, copy=False)
     socket.recv()
-    seconds, computed = time.perf_counter() - began, time.process_time() - computed
+    seconds = time.perf_counter() - began
+    computed = time.process_time() - computed
     socket.close()
     context.term()
     return SideFigures(seconds, computed)
 
 
 async def send_whole(job: TransportJob) -> SideFigures:
-    """Send through `TrajectorySender` with `inflight` tasks that each encode and send, as if that many episodes ended
-    at once."""
+    """Send through `TrajectorySender` with `inflight` tasks that each encode and send, as if that
+    many episodes ended at once."""
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes))
     sender = TrajectorySender(job.endpoint, "bench", "bench", settings, keys=job.client_keys)
     await sender.start()
@@ -378,17 +432,23 @@ async def send_whole(job: TransportJob) -> SideFigures:
 
     async def feed_sender() -> None:
         for i in numbers:
-            await sender.send(msgspec.structs.replace(trajectory, trajectory_id=f"t{i}", group_index=i))
+            await sender.send(
+                msgspec.structs.replace(trajectory, trajectory_id=f"t{i}", group_index=i)
+            )
 
-    await sender.send(msgspec.structs.replace(trajectory, trajectory_id="first", group_index=job.count))
+    await sender.send(
+        msgspec.structs.replace(trajectory, trajectory_id="first", group_index=job.count)
+    )
     await sender.flush(LIMIT)
     resident_mib = reset_memory_peak()
     async with asyncio.timeout(LIMIT), LagMonitor() as lag:
-        began, computed = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        computed = time.process_time()
         await asyncio.gather(*(feed_sender() for _ in range(job.inflight)))
         if await sender.flush(LIMIT):
             raise TimeoutError("not all was acknowledged")
-        ended, computed = time.perf_counter(), time.process_time() - computed
+        ended = time.perf_counter()
+        computed = time.process_time() - computed
     extra_mib = memory_mib("VmHWM") - resident_mib
     await sender.close()
     return SideFigures(ended - began, computed, *lag.percentiles_between(began, ended), extra_mib)

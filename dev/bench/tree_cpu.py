@@ -23,11 +23,13 @@ ROLE_BY_COMMAND = {
     "raylet": "ray",
     "gcs_server": "ray",
 }
-"""Roles by the beginning of the command line; the first match counts. Any other process has the role of its parent."""
+"""Roles by the beginning of the command line; the first match counts. Any other process has the
+role of its parent."""
 
 
 class CpuReading(msgspec.Struct, frozen=True):
-    """CPU seconds since the watch began, read at unix time `time`: by role, and of all processes of the `machine`."""
+    """CPU seconds since the watch began, read at unix time `time`: by role, and of all processes
+    of the `machine`."""
 
     time: float
     by_role: dict[str, float]
@@ -35,15 +37,17 @@ class CpuReading(msgspec.Struct, frozen=True):
 
 
 class TreeCpu:
-    """A monitor that reads the processes below this one every second, in a thread, while its block runs.
+    """A monitor that reads the processes below this one every second, in a thread,
+    while its block runs.
 
-    A process that starts and ends between two readings is not seen. `first`: the role of processes that `ROLE_BY_COMMAND`
-    does not name.
+    A process that starts and ends between two readings is not seen. `first`: the role of processes
+    that `ROLE_BY_COMMAND` does not name.
     """
 
     def __init__(self, first: str = "driver"):
         self.readings: list[CpuReading] = []
-        self._first, self._me = first, psutil.Process()
+        self._first = first
+        self._me = psutil.Process()
         self._last: dict[tuple[int, float], tuple[str, float]] = {}
         """Role and CPU seconds of each process by pid and start time, kept when it has ended."""
         self._before = machine_seconds()
@@ -55,7 +59,12 @@ class TreeCpu:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._thread.join()
         self.take_reading()
@@ -69,7 +78,8 @@ class TreeCpu:
         roles = {os.getpid(): self._first}
         for process in self._me.children(recursive=True):  # parents come before their children
             with contextlib.suppress(psutil.Error):
-                times, key = process.cpu_times(), (process.pid, process.create_time())
+                times = process.cpu_times()
+                key = (process.pid, process.create_time())
                 role = _find_role(process.cmdline()) or roles.get(process.ppid(), self._first)
                 roles[process.pid] = role
                 self._last[key] = role, times.user + times.system
@@ -79,12 +89,14 @@ class TreeCpu:
         self.readings.append(CpuReading(time.time(), by_role, machine_seconds() - self._before))
 
     def seconds_between(self, start: float, end: float) -> dict[str, float]:
-        """Return the CPU seconds by role from unix time `start` to `end`, interpolated linearly between readings."""
+        """Return the CPU seconds by role from unix time `start` to `end`, interpolated linearly
+        between readings."""
         roles = sorted({role for reading in self.readings for role in reading.by_role})
         return {role: self._seconds_at(end, role) - self._seconds_at(start, role) for role in roles}
 
     def cores_of_others(self, start: float, end: float) -> float:
-        """Return the number of cores that all other processes of the machine kept busy, on average."""
+        """Return the number of cores that all other processes of the machine kept
+        busy, on average."""
         times = [r.time for r in self.readings]
         machine = np.interp([start, end], times, [r.machine for r in self.readings])
         mine = sum(self.seconds_between(start, end).values())

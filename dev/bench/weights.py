@@ -1,5 +1,5 @@
-"""The benchmark `bench weights`: the cost of new weights in a real run: the learner's pause, writing, transfer, load,
-the engine's pause."""
+"""The benchmark `bench weights`: the cost of new weights in a real run: the learner's pause,
+writing, transfer, load, the engine's pause."""
 
 from __future__ import annotations
 
@@ -47,13 +47,20 @@ def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLin
 
     A value is of one update; the first two, in which processes warm up, are left out.
     """
-    config = load_config("quickstart", [*QUICKSTART_OVERRIDES, *overrides, f"steps={updates + WARM_UP_UPDATES}"])
+    config = load_config(
+        "quickstart", [*QUICKSTART_OVERRIDES, *overrides, f"steps={updates + WARM_UP_UPDATES}"]
+    )
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        rows = train_in_process(config, Path(scratch), timeout=TIMEOUT_SECONDS, print_line=print_line)[WARM_UP_UPDATES:]
+        rows = train_in_process(
+            config, Path(scratch), timeout=TIMEOUT_SECONDS, print_line=print_line
+        )[WARM_UP_UPDATES:]
         tensors = sum(map(_count_tensors, sorted(Path(scratch).rglob("init/*.safetensors"))))
     measured = Measurements()
     measured.facts = {
-        "weights": f"{tensors:,} tensors, {rows[-1]['weights/bytes'] / 1e6:.1f} MB in {config.generator.dtype}",
+        "weights": (
+            f"{tensors:,} tensors, {rows[-1]['weights/bytes'] / 1e6:.1f} MB in "
+            f"{config.generator.dtype}"
+        ),
         "engines are paused for": f"{rows[-1]['weights/paused_share']:.1%} of the time",
     }
     for row in rows:

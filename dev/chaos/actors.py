@@ -1,4 +1,5 @@
-"""Actors with faulty connections between generators and learner, and learners with a known fault to be detected."""
+"""Actors with faulty connections between generators and learner, and learners with a known
+fault to be detected."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ LATE_SECONDS = 2.0
 
 
 def chaos_directory(run_dir: Path) -> Path:
-    """Return the directory for files of chaos, beside the run's own directory, which belongs to the run."""
+    """Return the directory for files of chaos, beside the run's own directory, which
+    belongs to the run."""
     return run_dir.with_name(f"{run_dir.name}.chaos")
 
 
@@ -59,7 +61,9 @@ class RelayRecorder:
             return
         if isinstance(message, Deliver):
             for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
-                self._append_record(self._sent_record(decode_trajectory(join_item_frames(item, pieces))))
+                self._append_record(
+                    self._sent_record(decode_trajectory(join_item_frames(item, pieces)))
+                )
         elif isinstance(message, Ack):
             self._append_record(AcknowledgedRecord(time.time(), list(message.ids)))
 
@@ -96,23 +100,27 @@ def addresses_file(run_dir: Path, generator_id: str) -> Path:
 
 
 def blocking_file(run_dir: Path, generator_id: str) -> Path:
-    """Return the file that, while it exists, blocks the connection from which the generator fetches weights."""
+    """Return the file that, while it exists, blocks the connection from which the generator
+    fetches weights."""
     return chaos_directory(run_dir) / f"{generator_id}.blocked"
 
 
 def generator_memory(directory: str, generator_id: str) -> Path:
-    """Return the directory of a generator's weights, if `weights.directory` is the learner's `directory`."""
+    """Return the directory of a generator's weights, if `weights.directory` is the
+    learner's `directory`."""
     return Path(directory).with_name(generator_id)
 
 
 class ChaosGenerator(GeneratorActor):
     """A generator that reaches the learner through a `MessageRelay` in its own process.
 
-    With `weights.backend = "tcp"`, the transfer of weights treats it as on a separate host: weights come over a `TcpProxy`,
-    into a folder that no other generator uses.
+    With `weights.backend = "tcp"`, the transfer of weights treats it as on a separate host: weights
+    come over a `TcpProxy`, into a folder that no other generator uses.
     """
 
-    def __init__(self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any):
+    def __init__(
+        self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any
+    ):
         self._is_separate_host = config["weights"]["backend"] == "tcp"
         if self._is_separate_host:
             os.environ[HOST_NAME_VARIABLE] = generator_id
@@ -137,17 +145,24 @@ class ChaosGenerator(GeneratorActor):
             self._proxies.append(TcpProxy(source.endpoint, blocked.exists))
             self._proxies[0].start()
             ports = LearnerAddresses(self._endpoint, source.endpoint)
-            replace_file(addresses_file(self.run_dir, self.generator_id), msgspec.json.encode(ports))
+            replace_file(
+                addresses_file(self.run_dir, self.generator_id), msgspec.json.encode(ports)
+            )
         source = msgspec.structs.replace(source, endpoint=self._proxies[0].endpoint)
         return msgspec.structs.replace(publication, transport_data=[source])
 
-    def _send_by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> TrajectorySender:
-        """Start a relay, and return a sender that reaches the learner through it. Weights use the original keys."""
+    def _send_by_relay(
+        self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any
+    ) -> TrajectorySender:
+        """Start a relay, and return a sender that reaches the learner through it. Weights use
+        the original keys."""
         directory = chaos_directory(self.run_dir)
         noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=NoiseRates)
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
         note = RelayRecorder(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
-        self.relay = MessageRelay(endpoint, noise, random.Random(seed), note, note.record_damage, keys=keys)
+        self.relay = MessageRelay(
+            endpoint, noise, random.Random(seed), note, note.record_damage, keys=keys
+        )
         self.relay.start()
         self._endpoint = endpoint
         return TrajectorySender(self.relay.endpoint, *args, keys=self.relay.sender_keys, **options)
@@ -160,7 +175,8 @@ class AckBeforeSpool(LearnerActor):
         answer = await super().start_listening(*args)
         spool = self.components.inbox.spool
         assert spool is not None, "buffer.durability = disk"
-        put, tasks = spool.put_trajectory, set()
+        put = spool.put_trajectory
+        tasks = set()
 
         async def put_after_delay(*arguments: Any, **options: Any) -> None:
             await asyncio.sleep(LATE_SECONDS)
@@ -176,7 +192,9 @@ class AckBeforeSpool(LearnerActor):
 class UnlinkBeforeCommit(LearnerActor):
     """A faulty learner that deletes trained groups from the spool before a checkpoint has them."""
 
-    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> TrainStepResult | None:
+    async def train_step(
+        self, is_last: bool = False, with_probe_scores: bool = False
+    ) -> TrainStepResult | None:
         result = await super().train_step(is_last, with_probe_scores)
         if result is not None:
             spool = self.components.inbox.spool
@@ -216,9 +234,12 @@ class NoDedupe(LearnerActor):
     """A faulty learner that takes a trajectory as often as it is delivered."""
 
     async def start_listening(self, *args: Any) -> dict[str, Any]:
-        model, schedule = self.model, self.config.schedule
+        model = self.model
+        schedule = self.config.schedule
         taken = model.buffer.consumed
-        model.buffer = KeepsAll(schedule.group_size, schedule.window, head=taken.head, beyond=sorted(taken.beyond_head))
+        model.buffer = KeepsAll(
+            schedule.group_size, schedule.window, head=taken.head, beyond=sorted(taken.beyond_head)
+        )
         answer = await super().start_listening(*args)
         receiver = self.components.inbox.receiver
         receiver.ledger = receiver._intake._ledger = NoMemory()

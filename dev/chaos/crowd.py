@@ -1,6 +1,7 @@
 """A process that holds many TCP connections without a key, and reconnects each one that is closed.
 
-`python -m dev.chaos.crowd COUNT HOST:PORT…` runs until its standard input ends, and then prints what it saw (`ConnectionCounts`).
+`python -m dev.chaos.crowd COUNT HOST:PORT…` runs until its standard input ends, and then prints
+what it saw (`ConnectionCounts`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StrangerCrowd:
         self.counts = ConnectionCounts()
         self._targets = targets
         self._outside: dict[int, tuple[socket.socket, int]] = {}
-        """Connections that have not been greeted, by descriptor, each with the index of its target."""
+        """Connections that have not been greeted, by descriptor, each with the
+        index of its target."""
         self._inside: dict[int, tuple[socket.socket, int]] = {}
         self._poll = select.epoll()
         for number in range(count):
@@ -79,9 +81,14 @@ class StrangerCrowd:
 def main(count: int, *addresses: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < count + SPARE_DESCRIPTORS:
-        sys.exit(f"{count} connections need as many file descriptors, and {hard} are allowed here (ulimit -Hn)")
+        sys.exit(
+            f"{count} connections need as many file descriptors, and {hard} are allowed "
+            "here (ulimit -Hn)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_DESCRIPTORS, hard))
-    targets = [(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)]
+    targets = [
+        (host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)
+    ]
     crowd = StrangerCrowd(count, targets)
     while not select.select([sys.stdin], [], [], 0)[0]:
         crowd.handle_events(POLL_SECONDS)

@@ -1,4 +1,5 @@
-"""An environment whose processes can be killed. It blocks, has several turns, is quick, and raises now and then."""
+"""An environment whose processes can be killed. It blocks, has several turns, is quick, and
+raises now and then."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class UnsteadyEnvironment:
-    """An environment whose task is a few letters. The reward, 0 or 1, depends on the bytes of the answers alone."""
+    """An environment whose task is a few letters. The reward, 0 or 1, depends on the bytes of
+    the answers alone."""
 
     def __init__(self, turns: int = 2, seconds: float = 0.02, failing: float = 0.01):
         """Create the environment.
@@ -20,15 +22,19 @@ class UnsteadyEnvironment:
         Args:
             turns: Number of turns of an episode.
             seconds: Maximum duration of a call.
-            failing: Probability that a call raises, like a broken connection: the next try may well succeed.
+            failing: Probability that a call raises, like a broken connection: the next try
+                may well succeed.
         """
-        self._turns, self._seconds, self._failing = turns, seconds, failing
+        self._turns = turns
+        self._seconds = seconds
+        self._failing = failing
         self._rng = random.Random()
         self._answers = ""
         self._left = turns
 
     def reset(self, task_seed: int) -> list[Message]:
-        self._answers, self._left = "", self._turns
+        self._answers = ""
+        self._left = self._turns
         self._do_work()
         return [Message("user", "".join(random.Random(task_seed).choices(LETTERS, k=6)))]
 

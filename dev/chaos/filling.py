@@ -21,7 +21,8 @@ TOP_UP_SECONDS = 0.05
 def mount_tmpfs(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
     """Mount a file system of `megabytes` MB at `point`, and unmount it at the end.
 
-    `scenario` names the scenario in the message of the `ConfigError` that is raised where mounting is not allowed.
+    `scenario` names the scenario in the message of the `ConfigError` that is raised where
+    mounting is not allowed.
     """
     point.mkdir(parents=True)
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", str(point)]
@@ -29,8 +30,9 @@ def mount_tmpfs(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
         done = subprocess.run(mounting, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ConfigError(
-                f"--scenario {scenario} mounts a file system of {megabytes} MB, which is not allowed here "
-                f"({done.stderr.strip()}): run it as root, or in a namespace of its own: unshare -rm python -m dev chaos …"
+                f"--scenario {scenario} mounts a file system of {megabytes} MB, which is not "
+                f"allowed here ({done.stderr.strip()}): run it as root, or in a namespace of its "
+                "own: unshare -rm python -m dev chaos …"
             )
         try:
             yield point
@@ -55,8 +57,11 @@ def top_up(descriptor: int) -> None:
 class FillingScenario(ChaosScenario):
     """A scenario that fills file systems."""
 
-    def fill_disk(self, directory: Path, name: str, is_enough: Callable[[float], bool]) -> tuple[float, float]:
-        """Take all free bytes, and those that others free meanwhile, until `is_enough` is true or the run is over.
+    def fill_disk(
+        self, directory: Path, name: str, is_enough: Callable[[float], bool]
+    ) -> tuple[float, float]:
+        """Take all free bytes, and those that others free meanwhile, until `is_enough` is true or
+        the run is over.
 
         Args:
             directory: Directory on the file system.
@@ -66,7 +71,8 @@ class FillingScenario(ChaosScenario):
         Returns:
             The times from which and until which the file system was full.
         """
-        ballast, began = directory / "ballast", 0.0
+        ballast = directory / "ballast"
+        began = 0.0
         with ballast.open("ab", buffering=0) as file:
             while not began or not is_enough(time.time() - began):
                 top_up(file.fileno())

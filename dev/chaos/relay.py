@@ -1,7 +1,8 @@
 """Faulty connections.
 
-A `MessageRelay` between a sender and its receiver records all frames, delays some, and flips bits in some. A `TcpProxy`
-between a host and the source of its weights lets nothing pass while it is blocked.
+A `MessageRelay` between a sender and its receiver records all frames, delays some, and flips
+bits in some. A `TcpProxy` between a host and the source of its weights lets nothing pass
+while it is blocked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import msgspec
 import zmq
 
 from r3async.world.curve_keys import ClientKeys, generate_keys
-from r3async.world.sockets import CONNECT_MS, HANDSHAKE_TIMEOUT_MS, RECONNECT_MS, apply_client_keys, apply_server_keys
+from r3async.world.sockets import (
+    CONNECT_MS,
+    HANDSHAKE_TIMEOUT_MS,
+    RECONNECT_MS,
+    apply_client_keys,
+    apply_server_keys,
+)
 
 Direction = Literal["to_learner", "to_generator"]
 FrameObserver = Callable[[Direction, Sequence[bytes]], object]
@@ -31,7 +38,8 @@ class NoiseRates(msgspec.Struct, frozen=True):
     """Probabilities of faults for each message.
 
     Attributes:
-        delay: Probability that the message, and with it all behind it, is held for up to `max_delay` seconds.
+        delay: Probability that the message, and with it all behind it, is held for up to
+            `max_delay` seconds.
         damage: Probability that one bit of one of its frames is flipped.
     """
 
@@ -44,11 +52,14 @@ class NoiseRates(msgspec.Struct, frozen=True):
 class MessageRelay(threading.Thread):
     """A relay between one sender, which connects to `endpoint`, and the receiver at `target`.
 
-    Messages of one direction stay in order, as over TCP. The sender needs the relay's own keys, `sender_keys`.
+    Messages of one direction stay in order, as over TCP. The sender needs the relay's own
+    keys, `sender_keys`.
 
     Args:
-        note: Called on this thread as `note(direction, frames)` with each message, before any fault is applied.
-        note_damage: Called as `note_damage(direction)` after `note` if one bit of the message is flipped.
+        note: Called on this thread as `note(direction, frames)` with each message, before any
+            fault is applied.
+        note_damage: Called as `note_damage(direction)` after `note` if one bit of the
+            message is flipped.
         keys: Keys with which the relay connects to the target.
     """
 
@@ -65,7 +76,10 @@ class MessageRelay(threading.Thread):
         super().__init__(name="chaos-relay", daemon=True)
         self.damaged = self.delayed = 0
         """Number of messages."""
-        self._noise, self._rng, self._note, self._note_damage = noise, rng, note, note_damage
+        self._noise = noise
+        self._rng = rng
+        self._note = note
+        self._note_damage = note_damage
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -95,7 +109,8 @@ class MessageRelay(threading.Thread):
                     self._back = self._context.socket(zmq.DEALER)
                     self._back.linger = 0
                     self._back.setsockopt(zmq.ROUTING_ID, self._identity)
-                    # Connect again as often as a sender does: the kernel waits twice as long after each attempt.
+                    # Connect again as often as a sender does: the kernel waits twice as long
+                    # after each attempt.
                     self._back.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
                     self._back.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
                     self._back.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
@@ -151,13 +166,14 @@ def flip_bit(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
 
 
 class TcpProxy(threading.Thread):
-    """A TCP proxy from `endpoint` to the port at `target`. It passes nothing on while `blocked()` is true; what waits
-    then is passed on later, as over TCP."""
+    """A TCP proxy from `endpoint` to the port at `target`. It passes nothing on while `blocked()`
+    is true; what waits then is passed on later, as over TCP."""
 
     def __init__(self, target: str, blocked: Callable[[], bool]):
         super().__init__(name="chaos-line", daemon=True)
         host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target, self._blocked = (host, int(port)), blocked
+        self._target = (host, int(port))
+        self._blocked = blocked
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
 
@@ -173,8 +189,9 @@ class TcpProxy(threading.Thread):
         self._listener.close()
 
     def _connect_ends(self, near: socket.socket) -> None:
-        """Connect one connection to the target, with the attempts of a dealer: one each `CONNECT_MS`, as long as a dealer
-        waits for the end of its handshake. It sees this proxy accept it at once, and cannot try by itself."""
+        """Connect one connection to the target, with the attempts of a dealer: one each
+        `CONNECT_MS`, as long as a dealer waits for the end of its handshake. It sees this proxy
+        accept it at once, and cannot try by itself."""
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_MS / 1000
         while time.monotonic() < deadline:
             try:

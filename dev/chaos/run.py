@@ -1,4 +1,5 @@
-"""Runner of `python -m dev chaos`: starts the run, lets the scenario disturb it, then checks what was trained."""
+"""Runner of `python -m dev chaos`: starts the run, lets the scenario disturb it, then checks
+what was trained."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ from r3async.schedule.admission import count_slots
 
 ENGINES = ("scripted", "vllm")
 VLLM_STEP_FACTOR = 4
-"""Factor on the number of steps with vLLM: a generator that restarts loads vLLM for a minute or more, and the others go
-on training meanwhile."""
+"""Factor on the number of steps with vLLM: a generator that restarts loads vLLM for a minute or
+more, and the others go on training meanwhile."""
 MAX_SHOWN_PROBLEMS = 10
 """Maximum number of problems that are printed."""
 PROGRESS_STEPS = 20
@@ -48,8 +49,8 @@ PROGRESS_STEPS = 20
 class ChaosReport(msgspec.Struct, frozen=True):
     """The result of one chaos run.
 
-    `damaged` and `duplicates` come from the rows of metrics: what a learner saw after its last row is missing from them
-    if it is killed.
+    `damaged` and `duplicates` come from the rows of metrics: what a learner saw after its last row
+    is missing from them if it is killed.
 
     Attributes:
         faults: Faults that the scenario injected, by what they hit.
@@ -58,7 +59,8 @@ class ChaosReport(msgspec.Struct, frozen=True):
         damaged: Trajectories that arrived damaged and were sent again.
         duplicates: Trajectories that arrived twice and were dropped.
         problems: Problems found; empty if everything was trained once, as it was sent.
-        replayed: Steps that were repeated from the recording with bitwise equal results; None if no recording was made.
+        replayed: Steps that were repeated from the recording with bitwise equal results; None if no
+            recording was made.
     """
 
     preset: str
@@ -81,7 +83,8 @@ class ChaosReport(msgspec.Struct, frozen=True):
 
 
 def chaos_overrides(scenario: type[ChaosScenario], kills: int, engine: str) -> list[str]:
-    """Return the overrides of chaos. They override the preset; the user's own overrides override them."""
+    """Return the overrides of chaos. They override the preset; the user's own
+    overrides override them."""
     times = VLLM_STEP_FACTOR if engine == "vllm" else 1
     common = [
         f"steps={times * scenario.count_steps(kills)}",
@@ -105,7 +108,13 @@ def chaos_overrides(scenario: type[ChaosScenario], kills: int, engine: str) -> l
     ]
     if engine == "vllm":
         return [*common, *scenario.overrides]
-    tiny = {"hidden_size": 32, "expert_hidden_size": 16, "layers": 2, "max_warm_steps": 1, "warm_reward": 0.01}
+    tiny = {
+        "hidden_size": 32,
+        "expert_hidden_size": 16,
+        "layers": 2,
+        "max_warm_steps": 1,
+        "warm_reward": 0.01,
+    }
     return [
         *common,
         "generator.engine=scripted",
@@ -116,8 +125,11 @@ def chaos_overrides(scenario: type[ChaosScenario], kills: int, engine: str) -> l
     ]
 
 
-def make_model(preset: str, chosen: Sequence[str], directory: Path, print_line: Callable[[str], object]) -> str:
-    """Create and warm up the model of these settings, before any fault. Returns the override that names it."""
+def make_model(
+    preset: str, chosen: Sequence[str], directory: Path, print_line: Callable[[str], object]
+) -> str:
+    """Create and warm up the model of these settings, before any fault. Returns the
+    override that names it."""
     from r3async.tools.init_model import init_model
 
     calm = (
@@ -159,13 +171,27 @@ def run_chaos(
     check_choice("--engine", engine, ENGINES)
     check_choice("--fault", fault, ("", *LEARNER_FAULTS))
     kind = SCENARIOS[scenario]
-    name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
+    name = "-".join(
+        part
+        for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault)
+        if part
+    )
     record = ["observe.record=full"] * replayed
-    common = [*chaos_overrides(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record]
+    common = [
+        *chaos_overrides(kind, kills, engine),
+        f"seed={seed}",
+        f"name={name}",
+        "resume=none",
+        *record,
+    ]
     with kind.provide_directory(root) as place:
         chosen = [*common, *kind.overrides_in(place), *overrides]
-        scenario_run = ScenarioRun(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
-        return scenario_run.run(kind, kills, msgspec.structs.replace(noise or NoiseRates(), seed=seed), roles)
+        scenario_run = ScenarioRun(
+            preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr)
+        )
+        return scenario_run.run(
+            kind, kills, msgspec.structs.replace(noise or NoiseRates(), seed=seed), roles
+        )
 
 
 @dataclass
@@ -180,12 +206,14 @@ class ScenarioRun:
     root: Path
     console: Console
 
-    def run(self, kind: type[ChaosScenario], faults: int, noise: NoiseRates, roles: Sequence[Role]) -> ChaosReport:
+    def run(
+        self, kind: type[ChaosScenario], faults: int, noise: NoiseRates, roles: Sequence[Role]
+    ) -> ChaosReport:
         from dev.chaos.actors import chaos_directory, make_chaos_launcher
         from r3async.tools.train import train
 
-        # A scenario sets how a model is initialized, which a run with a given model does not read. So these settings
-        # are not checked as those of a command line.
+        # A scenario sets how a model is initialized, which a run with a given model does not read.
+        # So these settings are not checked as those of a command line.
         config = load_config(self.preset, self.chosen, None)
         run_dir = self.root / config.name
         directory = chaos_directory(run_dir)
@@ -194,8 +222,11 @@ class ScenarioRun:
         (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
         if not config.model.path:
             model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
-            config = load_config(self.preset, [*self.chosen, model], None)  # keeps the settings that made the model
-        scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps)
+            # Keeps the settings that made the model.
+            config = load_config(self.preset, [*self.chosen, model], None)
+        scenario = kind(
+            run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps
+        )
         began = time.monotonic()
         try:
             train(
@@ -210,12 +241,18 @@ class ScenarioRun:
         report = check_run(config, self, run_dir, scenario.fault_counts, time.monotonic() - began)
         unmet = [] if self.fault else scenario.find_problems()
         report = msgspec.structs.replace(report, problems=[*report.problems, *unmet])
-        return report if config.observe.record == "off" else replay_recording(report, run_dir, self.console.print)
+        return (
+            report
+            if config.observe.record == "off"
+            else replay_recording(report, run_dir, self.console.print)
+        )
 
 
-def replay_recording(report: ChaosReport, run_dir: Path, print_line: Callable[[str], object]) -> ChaosReport:
-    """Replay the run's recording, and return the report with the result. Each digest of every stage of every step must
-    be the same."""
+def replay_recording(
+    report: ChaosReport, run_dir: Path, print_line: Callable[[str], object]
+) -> ChaosReport:
+    """Replay the run's recording, and return the report with the result. Each digest of every stage
+    of every step must be the same."""
     from r3async.record.recording import RecordingError
     from r3async.tools.replay import describe_replay as told
     from r3async.tools.replay import replay_run
@@ -227,7 +264,9 @@ def replay_recording(report: ChaosReport, run_dir: Path, print_line: Callable[[s
     try:
         done = replay_run(run_dir, progress=show_step)
     except RecordingError as error:
-        return msgspec.structs.replace(report, replayed=0, problems=[*report.problems, f"replay: {error}"])
+        return msgspec.structs.replace(
+            report, replayed=0, problems=[*report.problems, f"replay: {error}"]
+        )
     equal = done.last - (done.difference is not None)
     problems = [] if done.difference is None else [f"replay: {told(done).splitlines()[0]}"]
     if done.difference is None and equal != report.steps:
@@ -242,7 +281,9 @@ def check_run(
     from dev.chaos.actors import chaos_directory
 
     schedule = config.schedule
-    steps = [msgspec.convert(line, TrainedStep) for line in read_json_objects(run_dir / TRAINED_FILE)]
+    steps = [
+        msgspec.convert(line, TrainedStep) for line in read_json_objects(run_dir / TRAINED_FILE)
+    ]
     passed = list(read_relay_records(chaos_directory(run_dir)))
     resumed = list(read_restarts(run_dir, config))
     problems = [
@@ -253,16 +294,24 @@ def check_run(
     ]
     rows = read_json_objects(run_dir / "metrics.jsonl")
     count = Counter(row["step"] for row in rows)
-    problems += [f"step {n} has {count[n]} rows of metrics" for n in range(1, config.steps + 1) if count[n] != 1]
     problems += [
-        f"step {r['step']} trained a token of age {r['staleness/max']}, above the bound {r['staleness/bound']}"
+        f"step {n} has {count[n]} rows of metrics"
+        for n in range(1, config.steps + 1)
+        if count[n] != 1
+    ]
+    problems += [
+        (
+            f"step {r['step']} trained a token of age {r['staleness/max']}, above the bound "
+            f"{r['staleness/bound']}"
+        )
         for r in rows
         if r["staleness/max"] > r["staleness/bound"]
     ]
     leftover_files = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
     if leftover_files and not scenario_run.fault:
         problems.append(
-            f"the spool still holds {len(leftover_files)} files, though everything was trained: {leftover_files[:3]}"
+            f"the spool still holds {len(leftover_files)} files, though everything was trained: "
+            f"{leftover_files[:3]}"
         )
     events = Counter(e["event"] for e in read_json_objects(run_dir / "events.jsonl"))
     return ChaosReport(
@@ -276,7 +325,9 @@ def check_run(
         resumed=len(resumed),
         generators_lost=events["generator_lost"],
         sent=sum(isinstance(p, SentRecord) for p in passed),
-        acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, AcknowledgedRecord)),
+        acknowledged=sum(
+            len(p.trajectory_ids) for p in passed if isinstance(p, AcknowledgedRecord)
+        ),
         changed=sum(isinstance(p, DamageRecord) for p in passed),
         damaged=int(sum(values_before_drops(rows, "transport/damaged"))),
         duplicates=int(sum(values_before_drops(rows, "transport/duplicates"))),
@@ -286,7 +337,8 @@ def check_run(
 
 
 def values_before_drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
-    """Yield the last value of a counter before each drop, where its process restarted, and its last value of all."""
+    """Yield the last value of a counter before each drop, where its process restarted, and its
+    last value of all."""
     for row, after in zip(rows, [*rows[1:], {name: -1.0}], strict=True):
         if after[name] < row[name]:
             yield row[name]
@@ -300,7 +352,9 @@ def read_relay_records(directory: Path) -> Iterator[RelayRecord]:
 
 def read_lineage_starts(run_dir: Path) -> list[LineageStart]:
     """Return the starts of the run, in order."""
-    events = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
+    events = [
+        e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"
+    ]
     return [LineageStart(e["lineage"], e["parent"], e["version"]) for e in events]
 
 
@@ -308,11 +362,15 @@ def read_restarts(run_dir: Path, config: Config) -> Iterator[RunRestart]:
     """Yield the restarts of the run. Without a checkpoint, a run restarts from step 0."""
     schedule = config.schedule
     slots = count_slots(schedule)
-    starts = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
+    starts = [
+        e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"
+    ]
     for event in starts[1:]:
         step = event["step"]
         yield RunRestart(
-            event["time"], step // schedule.steps_per_publication, step * schedule.prompts_per_step + slots
+            event["time"],
+            step // schedule.steps_per_publication,
+            step * schedule.prompts_per_step + slots,
         )
 
 
@@ -327,14 +385,21 @@ def describe_report(report: ChaosReport) -> str:
     lines = [
         f"{report.scenario}: {faults}; the run restarted {report.resumed} times",
         f"trained: {report.trajectories} trajectories in {report.steps} steps",
-        f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, {report.changed} messages changed; "
-        f"{report.damaged} came damaged and {report.duplicates} twice",
+        f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, "
+        f"{report.changed} messages changed; {report.damaged} came damaged and "
+        f"{report.duplicates} twice",
     ]
     if report.replayed is not None:
         lines.append(f"replayed: {report.replayed} steps, every digest of every stage the same")
     if not report.problems:
         return "\n".join(
-            [*lines, "everything is right: each trained once, as it was sent; nothing acknowledged was lost"]
+            [
+                *lines,
+                (
+                    "everything is right: each trained once, as it was sent; nothing "
+                    "acknowledged was lost"
+                ),
+            ]
         )
     more = len(report.problems) - MAX_SHOWN_PROBLEMS
     shown = [f"  {problem}" for problem in report.problems[:MAX_SHOWN_PROBLEMS]] + (

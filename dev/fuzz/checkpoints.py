@@ -1,4 +1,5 @@
-"""Fuzzing of resumes. A mutated checkpoint without a matching checksum is refused, or read as it was written."""
+"""Fuzzing of resumes. A mutated checkpoint without a matching checksum is refused, or read
+as it was written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,21 @@ NESTED = {"<deep>": b'{"a":' * 400 + b"0" + b"}" * 400, "<deeper>": b"[" * 3000 
 """Deeply nested JSON that `dump_json` writes in place of these strings."""
 
 NUMBERS = (True, -1, 0, 1, 2**31, 2**63, 10**25, 1.5, -1e308, float("nan"))
-TEXTS = ("", "..", "../run.json", "/etc/passwd", "run.json", "a/b", "a\0b", "é", "x" * 5000, "F64", "I64", "U32", "F4")
+TEXTS = (
+    "",
+    "..",
+    "../run.json",
+    "/etc/passwd",
+    "run.json",
+    "a/b",
+    "a\0b",
+    "é",
+    "x" * 5000,
+    "F64",
+    "I64",
+    "U32",
+    "F4",
+)
 ODD_VALUES: tuple[Any, ...] = (None, [], {}, [[]], {"": 0}, [0, -1], *NUMBERS, *TEXTS, *NESTED)
 """JSON values that are put where another value is expected."""
 
@@ -63,12 +78,14 @@ def with_checksum(line: bytes) -> bytes:
 
 
 def mutate_json(rng: random.Random, document: Any) -> Any:
-    """Return `document` with one to three of its values removed, duplicated, exchanged or replaced."""
+    """Return `document` with one to three of its values removed, duplicated,
+    exchanged or replaced."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         if not document or rng.random() < 0.01:
             return rng.choice(ODD_VALUES)
         inside, key = _choose_value(rng, document)
-        kind, value = rng.randrange(7), inside[key]
+        kind = rng.randrange(7)
+        value = inside[key]
         if kind == 0:
             del inside[key]
         elif kind == 1:
@@ -106,7 +123,8 @@ def dump_json(document: Any) -> bytes:
 
 
 def mutate_header(rng: random.Random, data: bytes) -> bytes:
-    """Return a learner file with a mutated header: either the entries of tensors, or the metadata."""
+    """Return a learner file with a mutated header: either the entries of tensors,
+    or the metadata."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     about = header["__metadata__"]
@@ -166,7 +184,8 @@ class CheckpointCase:
         self._older = self._open_newest()
         self.path = self.run.write_checkpoint(OLDER + 1)
         self.files: CheckpointFiles = {p.name: p.read_bytes() for p in sorted(self.path.iterdir())}
-        before, self._whole = self.run.resume_run(self._older), self.run.resume_run(self._open_newest())
+        before = self.run.resume_run(self._older)
+        self._whole = self.run.resume_run(self._open_newest())
         assert before != self._whole, "which of the two was read would make no difference"
 
     def _open_newest(self) -> Checkpoint:
@@ -202,8 +221,8 @@ class CheckpointCase:
 def fuzz_checkpoints(count: int, seed: int, directory: Path) -> FuzzReport:
     """Resume from `count` mutated checkpoints, and report the outcomes.
 
-    Raises `AssertionError` for a change that goes unnoticed, and any exception of a resume other than
-    `CheckpointError`.
+    Raises `AssertionError` for a change that goes unnoticed, and any exception of a resume other
+    than `CheckpointError`.
     """
     rng = random.Random(seed)
     cases = [CheckpointCase(directory / f"ranks-{world}", world) for world in (1, 2)]
@@ -216,8 +235,12 @@ def fuzz_checkpoints(count: int, seed: int, directory: Path) -> FuzzReport:
         case.put_files(files)
         with watch.measure_input():
             outcome = case.find_outcome()
-        assert change is not damage_files or outcome == (EQUAL if files == case.files else REFUSED), outcome
-        assert change is replace_content or outcome != OTHER, "a manifest made other values of the same files"
+        assert change is not damage_files or outcome == (
+            EQUAL if files == case.files else REFUSED
+        ), outcome
+        assert change is replace_content or outcome != OTHER, (
+            "a manifest made other values of the same files"
+        )
         assert outcome in (REFUSED, LATE, OTHER, EQUAL), outcome
         watch.outcomes[outcome] += 1
     return watch.make_report()

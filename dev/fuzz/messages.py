@@ -1,4 +1,5 @@
-"""Fuzzing of a receiver without a socket with mutated messages, and of recovery with mutated spool files."""
+"""Fuzzing of a receiver without a socket with mutated messages, and of recovery with
+mutated spool files."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ from r3async.world.real import RealWorld
 
 
 def mutate_control(rng: random.Random, frame: bytes) -> bytes:
-    """Return a mutated control frame, mostly with a valid checksum. Otherwise almost none would pass the checksum."""
+    """Return a mutated control frame, mostly with a valid checksum. Otherwise almost none would
+    pass the checksum."""
     if rng.random() < 0.2:
         return mutate_bytes(rng, frame)
     return control_messages.append_control_crc(mutate_bytes(rng, frame[: -wire_frames.CRC_BYTES]))
 
 
 def forge_trajectory(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
-    """Return the frames of a trajectory with a mutated header, and perhaps a mutated column, and a valid checksum."""
+    """Return the frames of a trajectory with a mutated header, and perhaps a mutated column, and
+    a valid checksum."""
     header, *columns = frames
     body = mutate_bytes(rng, wire.read_trajectory_header(header).body) or b"\xc0"
     if rng.random() < 0.3:
@@ -40,7 +43,8 @@ def forge_trajectory(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]
 
 
 def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
-    """Return a message that differs from `frames` in one to three places: in bytes, or in whole frames."""
+    """Return a message that differs from `frames` in one to three places: in bytes, or
+    in whole frames."""
     frames = list(frames)
     for _ in range(rng.randint(1, 3)):
         i = min(rng.randrange(len(frames)), rng.randrange(len(frames)))
@@ -74,7 +78,9 @@ class AnswerSockets:
     def __init__(self, socket: AnswerSocket):
         self._socket = socket
 
-    def bind_router(self, address: str, on_message: MessageHandler, **options: object) -> AnswerSocket:
+    def bind_router(
+        self, address: str, on_message: MessageHandler, **options: object
+    ) -> AnswerSocket:
         return self._socket
 
     async def close(self) -> None:
@@ -90,7 +96,8 @@ class AnswerWorld(RealWorld):
 
 
 class IdentityFrame:
-    """A substitute for a ZeroMQ frame, of which the receiver reads only `bytes`: for the identity."""
+    """A substitute for a ZeroMQ frame, of which the receiver reads only `bytes`:
+    for the identity."""
 
     def __init__(self, data: bytes):
         self.bytes = data
@@ -99,14 +106,20 @@ class IdentityFrame:
 async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     """Send `count` mutated messages to a receiver, and report the outcomes.
 
-    Raises `AssertionError` for a message that is mistaken for another trajectory, or refused without a reason.
+    Raises `AssertionError` for a message that is mistaken for another trajectory, or refused
+    without a reason.
     """
     rng = random.Random(seed)
-    originals = [make_specimen(0, (9, 40)), make_specimen(1, (130,)), make_specimen(2, (3, 4, 5, 64))]
+    originals = [
+        make_specimen(0, (9, 40)),
+        make_specimen(1, (130,)),
+        make_specimen(2, (3, 4, 5, 64)),
+    ]
     originals += [make_specimen(3, (9, 700), (6, 4)), make_specimen(4, (700, 3), (6, 4))]
     forms: list[RouteForm] = ["plain", "plain", "plain", "bits", "dense"]
     encoded = [
-        [bytes(f) for f in wire.encode_trajectory(t, routes=form)] for t, form in zip(originals, forms, strict=True)
+        [bytes(f) for f in wire.encode_trajectory(t, routes=form)]
+        for t, form in zip(originals, forms, strict=True)
     ]
     by_id = {t.trajectory_id: t for t in originals}
     fits = False
@@ -117,40 +130,63 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
             if fits:  # with a valid checksum it may be another trajectory, but a valid one
                 decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
                 for sample in decoded.samples:  # routes are unpacked when they are read
-                    assert all(len(column) == len(sample.table) for _, column in sample.table.items())
+                    assert all(
+                        len(column) == len(sample.table) for _, column in sample.table.items()
+                    )
             else:
-                assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
+                assert trajectory == by_id.get(trajectory.trajectory_id), (
+                    "taken for another trajectory"
+                )
             receiver.release_trajectory(trajectory.trajectory_id)
             receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
     receiver = TrajectoryReceiver(
-        "run", settings, ArrivalChecker(), keys=generate_keys()[0], window=0, world=AnswerWorld(socket)
+        "run",
+        settings,
+        ArrivalChecker(),
+        keys=generate_keys()[0],
+        window=0,
+        world=AnswerWorld(socket),
     )
     await receiver.start()
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("r3async").addHandler(handler)
-    hello = control_messages.encode_control(control_messages.Hello("s", "raw", "run", SCHEMA.fingerprint))
+    hello = control_messages.encode_control(
+        control_messages.Hello("s", "raw", "run", SCHEMA.fingerprint)
+    )
     watch = InputMonitor(count)
     try:
         for _ in range(count):
             some = rng.sample(range(len(originals)), rng.choice([1, 1, 2, len(originals)]))
-            named = [(originals[i].trajectory_id, originals[i].group_index, encoded[i]) for i in some]
-            if fits := rng.random() < 0.3:
+            named = [
+                (originals[i].trajectory_id, originals[i].group_index, encoded[i]) for i in some
+            ]
+            fits = rng.random() < 0.3
+            if fits:
                 named[0] = (*named[0][:2], forge_trajectory(rng, encoded[some[0]]))
             items = [
                 control_messages.DeliveryItem(name, group, 100_000, [len(f) for f in frames])
                 for name, group, frames in named
             ]
             deliver = [
-                bytes(f) for f in control_messages.encode_delivery("s", items, [frames for _, _, frames in named])
+                bytes(f)
+                for f in control_messages.encode_delivery(
+                    "s", items, [frames for _, _, frames in named]
+                )
             ]
             receiver._on_message([IdentityFrame(b"raw"), hello])
             socket.answers.clear()
             alone = rng.random() < 0.1
-            message = [mutate_control(rng, hello)] if alone else deliver if fits else mutate_frames(rng, deliver)
+            message = (
+                [mutate_control(rng, hello)]
+                if alone
+                else deliver
+                if fits
+                else mutate_frames(rng, deliver)
+            )
             with watch.measure_input():
                 receiver._on_message([IdentityFrame(b"raw"), *message])
                 while len(receiver._intake):  # noqa: ASYNC110
@@ -179,14 +215,17 @@ def _judge_answers(answers: list[control_messages.ControlMessage]) -> str:
 async def fuzz_spool(count: int, seed: int, directory: Path) -> FuzzReport:
     """Recover trajectories from `count` mutated spool files, and report the outcomes.
 
-    Raises `AssertionError` for a file that returns what was not written, or loses something without a report.
+    Raises `AssertionError` for a file that returns what was not written, or loses something
+    without a report.
     """
     rng = random.Random(seed)
     written = [make_specimen(5, (9, 40)), make_specimen(10, (130,)), make_specimen(15, (3, 4, 64))]
     path = directory / f"{0:09d}-0000.spool"
     ends = {0}
     for trajectory in written:
-        offset, length = SPOOL_FORMAT.append_record(path, wire.encode_trajectory(trajectory), fsync=False)
+        offset, length = SPOOL_FORMAT.append_record(
+            path, wire.encode_trajectory(trajectory), fsync=False
+        )
         ends.add(offset + length)
     written_bytes = path.read_bytes()
     spool = Spool(directory, BufferConfig(durability="disk"))
@@ -198,11 +237,17 @@ async def fuzz_spool(count: int, seed: int, directory: Path) -> FuzzReport:
         path.write_bytes(data)
         with watch.measure_input():
             recovered, _, damage = spool._scan_directory()
-        assert all(spooled.trajectory in written for spooled in recovered), "read what was not written"
+        assert all(spooled.trajectory in written for spooled in recovered), (
+            "read what was not written"
+        )
         assert all(d.reason for d in damage), "damage without a reason"
         # A file that is cut at the end of a record looks as if nothing more had been written to it.
-        assert damage or len(recovered) == len(written) or len(data) in ends, "lost without a report"
+        assert damage or len(recovered) == len(written) or len(data) in ends, (
+            "lost without a report"
+        )
         watch.outcomes["refused with a reason" if damage else "read, equal"] += 1
-        watch.outcomes["trajectories that were saved from damaged files"] += len(recovered) if damage else 0
+        watch.outcomes["trajectories that were saved from damaged files"] += (
+            len(recovered) if damage else 0
+        )
     await spool.close()
     return watch.make_report()

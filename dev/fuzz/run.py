@@ -1,4 +1,5 @@
-"""Runner of `python -m dev fuzz`: damages messages, spool files and checkpoints, and reports the outcomes."""
+"""Runner of `python -m dev fuzz`: damages messages, spool files and checkpoints, and
+reports the outcomes."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from dev.fuzz.messages import fuzz_receiver, fuzz_spool
 
 
 def run_fuzz(*, messages: int, files: int, checkpoints: int, seed: int) -> None:
-    """Fuzz each kind of input, and print one JSON line for each. Raises `AssertionError` for a wrong outcome, and any
-    unexpected exception of a reader."""
+    """Fuzz each kind of input, and print one JSON line for each. Raises `AssertionError` for a
+    wrong outcome, and any unexpected exception of a reader."""
     if messages:
         print_report("receiver", seed, asyncio.run(fuzz_receiver(messages, seed)))
     if files:
         with tempfile.TemporaryDirectory(prefix="r3async-fuzz-") as directory:
             print_report("spool", seed, asyncio.run(fuzz_spool(files, seed, Path(directory))))
     if checkpoints:
-        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a refused checkpoint is renamed, to the disk
+        # A refused checkpoint is renamed, to the disk.
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.TemporaryDirectory(prefix="r3async-fuzz-", dir=memory) as directory:
             print_report("checkpoints", seed, fuzz_checkpoints(checkpoints, seed, Path(directory)))
 

@@ -36,11 +36,24 @@ class TinyLearner(LearnerBackend):
     name = "torch"
 
     def __init__(
-        self, config: Config, source: Path, ranks: RankGroup, parameters: list[Parameter], slices: list[ShardSlice]
+        self,
+        config: Config,
+        source: Path,
+        ranks: RankGroup,
+        parameters: list[Parameter],
+        slices: list[ShardSlice],
     ):
         replay = RoutingReplay.for_full_model(None, enabled=False, device=ranks.device)
         optimizer = MasterAdamW(parameters, config.learner)
-        super().__init__(config, source, ranks, vocab_size=4, replay=replay, optimizer=optimizer, parameters=parameters)
+        super().__init__(
+            config,
+            source,
+            ranks,
+            vocab_size=4,
+            replay=replay,
+            optimizer=optimizer,
+            parameters=parameters,
+        )
         self._trained_slices = slices
 
     def trained_slices(self) -> list[ShardSlice]:
@@ -61,10 +74,13 @@ class TinyRun:
                 "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05}},
             }
         )
-        self._directory, self._model = directory, directory / "model"
+        self._directory = directory
+        self._model = directory / "model"
         self._model.mkdir(parents=True)
         (self._model / "config.json").write_text('{"hidden_size": 3}')
-        self.checkpoints = CheckpointDirectory(directory / "checkpoints", report_event=self._add_event)
+        self.checkpoints = CheckpointDirectory(
+            directory / "checkpoints", report_event=self._add_event
+        )
         self.reported_events: list[dict[str, Any]] = []
         """Events that were reported about checkpoints."""
         self._ranks = [self._make_rank(rank, world) for rank in range(world)]
@@ -76,7 +92,10 @@ class TinyRun:
         torch.manual_seed(rank)
         share = 4 // world
         parameters = [Parameter(torch.randn(size)) for size in ((share, 3), (share, 2, 2), (3,))]
-        experts = tuple(TensorSlice.full_tensor(f"expert.{share * rank + i}.weight", (2, 2)) for i in range(share))
+        experts = tuple(
+            TensorSlice.full_tensor(f"expert.{share * rank + i}.weight", (2, 2))
+            for i in range(share)
+        )
         slices = [
             ShardSlice((TensorSlice("embed.weight", (4, 3), (share * rank, 0), (share, 3)),)),
             ShardSlice(experts, split=torch.unbind, join=torch.stack),
@@ -90,7 +109,8 @@ class TinyRun:
         return learner
 
     def write_checkpoint(self, step: int) -> Path:
-        """Write the checkpoint of a step that changed the trust region's coefficient, and return its path."""
+        """Write the checkpoint of a step that changed the trust region's coefficient, and
+        return its path."""
         partial = self.checkpoints.begin_checkpoint(step)
         for learner in self._ranks:
             learner.trust_region.update_coefficient(0.1)
@@ -123,7 +143,8 @@ class TinyRun:
         return AdmissionController(self._config.schedule, choose_task=lambda group: group)
 
     def resume_run(self, opened: Checkpoint) -> tuple[Any, ...]:
-        """Resume from a checkpoint as driver, ranks, learner and conductor do. Returns their resulting state."""
+        """Resume from a checkpoint as driver, ranks, learner and conductor do. Returns their
+        resulting state."""
         state = opened.state
         check_resume_settings(state.config, self._config)
         record = self._directory / RECORD_FILE
@@ -134,9 +155,13 @@ class TinyRun:
         for learner in self._ranks:
             learner.restore_state(parts)
             now = learner.capture_state()
-            ranks.append((now.metadata, [(p.tensor_slice, p.values.numpy().tobytes()) for p in now.slices]))
+            ranks.append(
+                (now.metadata, [(p.tensor_slice, p.values.numpy().tobytes()) for p in now.slices])
+            )
         schedule = self._config.schedule
-        buffer = GroupBuffer(schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond)
+        buffer = GroupBuffer(
+            schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond
+        )
         admission = self._make_admission()
         restore_admission(admission, state)
         admission.requeue_after_resume(-1, buffer.missing_in_group)

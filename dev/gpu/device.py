@@ -1,11 +1,13 @@
-"""A CUDA device on a machine without one: tensors say `cuda:0` and hold real numbers, in host memory.
+"""A CUDA device on a machine without one: tensors say `cuda:0` and hold real
+numbers, in host memory.
 
-Operations on them are computed by torch's CPU kernels, so a learner on this device can be compared with one on the CPU, bit by
-bit. An operation that mixes devices raises where CUDA would, and what a CUDA device would have to do is counted: launches, waits
-of the host, copies, collectives. `nccl` is gloo.
+Operations on them are computed by torch's CPU kernels, so a learner on this device can be
+compared with one on the CPU, bit by bit. An operation that mixes devices raises where CUDA would,
+and what a CUDA device would have to do is counted: launches, waits of the host, copies,
+collectives. `nccl` is gloo.
 
-What it cannot know: the limits of kernels, memory, NCCL itself, and speed. Streams are not concurrent, so a race between them is
-not seen either.
+What it cannot know: the limits of kernels, memory, NCCL itself, and speed. Streams are not
+concurrent, so a race between them is not seen either.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class EmulatedTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         return run_operation(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:
@@ -99,7 +103,8 @@ class EmulatedTensor(Tensor):
 
     def numpy(self, **_: Any) -> Any:
         raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to host memory first"
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to "
+            "host memory first"
         )
 
     __array__ = numpy
@@ -114,18 +119,27 @@ def _unwrap(value: Any) -> Any:
 
 
 def _wrap(value: Any) -> Any:
-    return EmulatedTensor(value) if isinstance(value, Tensor) and not isinstance(value, EmulatedTensor) else value
+    return (
+        EmulatedTensor(value)
+        if isinstance(value, Tensor) and not isinstance(value, EmulatedTensor)
+        else value
+    )
 
 
 _TENSOR_DATA = torch.Tensor.data
 
 
 def _get_data(tensor: Tensor) -> Tensor:
-    return EmulatedTensor(tensor.inner) if isinstance(tensor, EmulatedTensor) else _TENSOR_DATA.__get__(tensor)
+    return (
+        EmulatedTensor(tensor.inner)
+        if isinstance(tensor, EmulatedTensor)
+        else _TENSOR_DATA.__get__(tensor)
+    )
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
-    """Set a tensor's data, as modules do that move to the device: a tensor of the CPU then becomes one of the device."""
+    """Set a tensor's data, as modules do that move to the device: a tensor of the CPU then becomes
+    one of the device."""
     if not isinstance(new, EmulatedTensor):
         if isinstance(tensor, EmulatedTensor):
             raise RuntimeError("the data of a cuda tensor was set to that of a cpu tensor")
@@ -158,7 +172,8 @@ WITHOUT_KERNEL = (
     "aten.sym_",
     "prim.",
 )
-"""Beginnings of operators that launch nothing. Views, which do not either, are told from their schema."""
+"""Beginnings of operators that launch nothing. Views, which do not either, are told
+from their schema."""
 WAITING = (
     "aten._local_scalar_dense",
     "aten._unique",
@@ -191,7 +206,8 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     Raises `RuntimeError` where CUDA would for tensors of two devices.
     """
-    name, given = str(func), [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    name = str(func)
+    given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     on_device = [t for t in given if isinstance(t, EmulatedTensor)]
     on_host = [t for t in given if not isinstance(t, EmulatedTensor)]
     target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else ""
@@ -204,10 +220,13 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func is aten._to_copy.default and target and bool(on_device) != (target == "cuda"):
         return _copy_between(args[0], kwargs)
     if func is aten.copy_.default and on_device and on_host:
-        _count_copy(args[0], args[1], (len(args) > 2 and args[2]) or kwargs.get("non_blocking", False))
+        _count_copy(
+            args[0], args[1], (len(args) > 2 and args[2]) or kwargs.get("non_blocking", False)
+        )
         _unwrap(args[0]).copy_(_unwrap(args[1]))
         return args[0]
-    if func is aten._foreach_copy_.default and on_device and on_host:  # without a kernel for both: one by one
+    # Without a kernel for both: one by one.
+    if func is aten._foreach_copy_.default and on_device and on_host:
         for target_tensor, source in zip(args[0], args[1], strict=True):
             target_tensor.copy_(source, *args[2:], **kwargs)
         return None
@@ -243,7 +262,8 @@ def _copy_between(source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _count_copy(target: Tensor, source: Tensor, non_blocking: bool) -> None:
-    """Count a copy between devices. The host waits for it, unless it asked not to and its memory is pinned."""
+    """Count a copy between devices. The host waits for it, unless it asked not to and its
+    memory is pinned."""
     uploaded = isinstance(target, EmulatedTensor)
     counts["uploads" if uploaded else "downloads"] += 1
     if not (non_blocking and _is_pinned(source if uploaded else target)):
@@ -251,7 +271,9 @@ def _count_copy(target: Tensor, source: Tensor, non_blocking: bool) -> None:
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return not isinstance(tensor, EmulatedTensor) and getattr(tensor.untyped_storage(), "emulated_pin", False)
+    return not isinstance(tensor, EmulatedTensor) and getattr(
+        tensor.untyped_storage(), "emulated_pin", False
+    )
 
 
 def _mark_pinned(tensor: Tensor) -> Tensor:
@@ -259,13 +281,19 @@ def _mark_pinned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _run_collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, mixed: bool) -> Any:
+def _run_collective(
+    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, mixed: bool
+) -> Any:
     if mixed:
         raise RuntimeError(f"the tensors of {name} are not on one device")
     counts["collectives"] += 1
     out = func(*_unwrap_tree(args), **_unwrap_tree(dict(kwargs)))
     # (tensors, work): the tensors are those that were given to be written.
-    if isinstance(out, tuple) and len(out) == 2 and any(isinstance(x, Tensor) for x in tree_flatten(out[0])[0]):
+    if (
+        isinstance(out, tuple)
+        and len(out) == 2
+        and any(isinstance(x, Tensor) for x in tree_flatten(out[0])[0])
+    ):
         return args[0], out[1]
     return out
 
@@ -273,12 +301,13 @@ def _run_collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
 def _check_devices(
     func: Any, name: str, args: Sequence[Any], given: Sequence[Tensor], on_host: Sequence[Tensor]
 ) -> None:
-    """Raise where CUDA would. It takes scalars of the CPU in most operators, and indices of the CPU in `x[index]`."""
+    """Raise where CUDA would. It takes scalars of the CPU in most operators, and indices of the
+    CPU in `x[index]`."""
     arrays = [t for t in on_host if t.dim()]
     if arrays and not name.startswith(INDEXING):
         raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
-            f"({name}, {[f'{t.device.type} {tuple(t.shape)}' for t in given]})"
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
+            f"and cpu! ({name}, {[f'{t.device.type} {tuple(t.shape)}' for t in given]})"
         )
     if len(arrays) < len(on_host) and any(part in name for part in NO_HOST_SCALAR):
         raise RuntimeError(f"{name} takes no scalar of the CPU")
@@ -288,29 +317,40 @@ def _check_devices(
 
 
 def _waits_for_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the host has to know a number that the operator computes, or with which it computes."""
+    """Return True if the host has to know a number that the operator computes, or with
+    which it computes."""
     if name.startswith(WAITING):
         return kwargs.get("output_size") is None
     if not name.startswith(INDEXING) or not any(
         isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
     ):
         return False
-    # `x[mask] = 0` fills where the mask is set; any other use of a mask needs the number of its elements.
+    # `x[mask] = 0` fills where the mask is set; any other use of a mask needs the number
+    # of its elements.
     fills = len(args) > 2 and not isinstance(args[2], EmulatedTensor) and not any(args[3:])
     return not fills or args[2].numel() != 1
 
 
 def _is_view(func: Any) -> bool:
     returned = func._schema.returns
-    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    return bool(returned) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returned
+    )
 
 
 # Operators that exist on CUDA alone, in torch's other operations.
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    scale = wide.square().mean(-1, keepdim=True).add_(torch.finfo(x.dtype).eps if eps is None else eps).rsqrt_()
+    scale = (
+        wide.square()
+        .mean(-1, keepdim=True)
+        .add_(torch.finfo(x.dtype).eps if eps is None else eps)
+        .rsqrt_()
+    )
     out = wide * scale
     return (out if weight is None else out * weight.float()).to(x.dtype), scale
 
@@ -318,7 +358,8 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, shape: Any, scale: Tensor, weight: Tensor | None, mask: Any
 ) -> tuple[Tensor, Tensor | None]:
-    normed, by_out = x.float() * scale, grad.float()
+    normed = x.float() * scale
+    by_out = grad.float()
     by_normed = by_out if weight is None else by_out * weight.float()
     by_x = (by_normed - normed * (by_normed * normed).mean(-1, keepdim=True)) * scale
     by_weight = None if weight is None else (by_out * normed).flatten(0, -2).sum(0).to(weight.dtype)
@@ -330,7 +371,8 @@ def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
 
 
 class _PackedSample(NamedTuple):
-    """One of the samples that a call attends to: its rows among queries and among keys, and what `_CPU_FLASH` takes."""
+    """One of the samples that a call attends to: its rows among queries and among keys, and what
+    `_CPU_FLASH` takes."""
 
     query_rows: slice
     key_rows: slice
@@ -339,24 +381,37 @@ class _PackedSample(NamedTuple):
 
 
 def _iter_packed_samples(
-    tensors: Sequence[Tensor], edges: Sequence[Tensor], longest: Sequence[int], scale: float | None, window: Any
+    tensors: Sequence[Tensor],
+    edges: Sequence[Tensor],
+    longest: Sequence[int],
+    scale: float | None,
+    window: Any,
 ) -> Iterator[_PackedSample]:
-    """Yield the samples of queries, keys and values `[N, heads, D]` of the CPU, as `[1, heads, n, D]`."""
+    """Yield the samples of queries, keys and values `[N, heads, D]` of the CPU, as
+    `[1, heads, n, D]`."""
     left, right = window or (-1, -1)
     assert right == 0, "the learner attends to what comes before"
     assert all(e.dtype == torch.int32 for e in edges), "FlashAttention takes edges in int32"
-    assert [int(e.diff().max()) for e in edges] == list(longest), "the longest sample is another one"
+    assert [int(e.diff().max()) for e in edges] == list(longest), (
+        "the longest sample is another one"
+    )
     repeats = tensors[0].shape[1] // tensors[1].shape[1]
-    for asked, held in zip(itertools.pairwise(edges[0].tolist()), itertools.pairwise(edges[1].tolist()), strict=True):
+    for asked, held in zip(
+        itertools.pairwise(edges[0].tolist()), itertools.pairwise(edges[1].tolist()), strict=True
+    ):
         rows = slice(*asked), slice(*held), slice(*held)
         q, k, v = (x[part].transpose(0, 1)[None] for x, part in zip(tensors, rows, strict=True))
-        heads, missing = [q, *(x.repeat_interleave(repeats, dim=1) for x in (k, v))], k.shape[2] - q.shape[2]
+        heads = [q, *(x.repeat_interleave(repeats, dim=1) for x in (k, v))]
+        missing = k.shape[2] - q.shape[2]
         options: dict[str, Any] = {"is_causal": True, "scale": scale}
         if left >= 0 or missing:
             # The last query sees the last key.
             ago = torch.arange(q.shape[2])[:, None] + missing - torch.arange(k.shape[2])
             visible = (ago >= 0) & (ago <= left) if left >= 0 else ago >= 0
-            options |= {"is_causal": False, "attn_mask": torch.where(visible, 0.0, -torch.inf).to(q.dtype)}
+            options |= {
+                "is_causal": False,
+                "attn_mask": torch.where(visible, 0.0, -torch.inf).to(q.dtype),
+            }
         yield _PackedSample(rows[0], rows[1], heads, options)
 
 
@@ -376,11 +431,16 @@ def _attend_packed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute attention sample by sample; see `torch.nn.attention.varlen.varlen_attn`."""
     out = torch.empty_like(query)
-    edges, longest = (query_edges, key_edges), (max_q, max_k)
+    edges = (query_edges, key_edges)
+    longest = (max_q, max_k)
     for sample in _iter_packed_samples((query, key, value), edges, longest, scale, window):
         out[sample.query_rows] = _CPU_FLASH(*sample.heads, **sample.options)[0][0].transpose(0, 1)
     # The backward pass below needs no logarithms of sums.
-    return out, query.new_zeros(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return (
+        out,
+        query.new_zeros(query.shape[1], len(query), dtype=torch.float32),
+        torch.zeros(2, dtype=torch.uint64),
+    )
 
 
 def _attend_packed_backward(
@@ -400,11 +460,13 @@ def _attend_packed_backward(
     window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    edges, longest = (query_edges, key_edges), (max_q, max_k)
+    edges = (query_edges, key_edges)
+    longest = (max_q, max_k)
     for sample in _iter_packed_samples((query, key, value), edges, longest, scale, window):
         attended, sums = _CPU_FLASH(*sample.heads, **sample.options)
         of_out = grad[sample.query_rows].transpose(0, 1)[None]
-        causal, others = sample.options["is_causal"], {k: v for k, v in sample.options.items() if k != "is_causal"}
+        causal = sample.options["is_causal"]
+        others = {k: v for k, v in sample.options.items() if k != "is_causal"}
         parts = _CPU_FLASH_BACKWARD(of_out, *sample.heads, attended, sums, 0.0, causal, **others)
         rows = sample.query_rows, sample.key_rows, sample.key_rows
         for whole, part, where in zip(found, parts, rows, strict=True):
@@ -424,12 +486,15 @@ ONLY_ON_CUDA: dict[str, Callable[..., Any]] = {
 }
 """What computes on the CPU what only CUDA has, by the operator's name."""
 UNSPLIT = ("_fused_rms_norm", "mish_backward", "silu_backward")
-"""Operators that torch splits into others on devices without a kernel: on the CUDA of torch's CPU build, but not on CUDA."""
+"""Operators that torch splits into others on devices without a kernel: on the CUDA of torch's CPU
+build, but not on CUDA."""
 KERNELS = {"torch_attn._varlen_attn.default": 2, "torch_attn._varlen_attn_backward.default": 4}
-"""Kernels of operators that launch several: attention with a state of random numbers; gradients with their preparation."""
+"""Kernels of operators that launch several: attention with a state of random numbers; gradients
+with their preparation."""
 
 
-# Attention over padded samples: torch chooses its kernel by device, above the operators that are seen here.
+# Attention over padded samples: torch chooses its kernel by device, above the operators
+# that are seen here.
 
 
 _CPU_ATTENTION = F.scaled_dot_product_attention
@@ -437,7 +502,9 @@ _CPU_ATTENTION = F.scaled_dot_product_attention
 
 class _PaddedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
         counts["launches"] += 1
         query, key, value = heads = [_unwrap(x).detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
@@ -452,7 +519,9 @@ class _PaddedAttention(torch.autograd.Function):
         return (*map(_wrap, torch.autograd.grad(out, heads, _unwrap(grads[0]))), None, None)
 
 
-def _attend_padded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **options: Any) -> Tensor:
+def _attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **options: Any
+) -> Tensor:
     places = {isinstance(x, EmulatedTensor) for x in (query, key, value)}
     if places == {False}:
         return _CPU_ATTENTION(query, key, value, attn_mask=attn_mask, **options)
@@ -468,7 +537,9 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = N
 class _DeviceMode(TorchDispatchMode):
     """Sees operations of the CPU too: those that make tensors of the device, and copies to it."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if any(t is not EmulatedTensor and hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # DTensor, for example: its parts come here
         return run_operation(func, args, kwargs or {})
@@ -477,7 +548,8 @@ class _DeviceMode(TorchDispatchMode):
 class _Stream:
     """The device's stream, and its events: all work is done when a call returns."""
 
-    device, cuda_stream = DEVICE, 0
+    device = DEVICE
+    cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any): ...
 
@@ -527,9 +599,11 @@ _LIBRARY = torch.library.Library("aten", "IMPL", "CUDA")
 
 
 def install_device() -> None:
-    """Give this process, and each that it forks, the emulated device. Call it once, in the main thread."""
+    """Give this process, and each that it forks, the emulated device. Call it once, in
+    the main thread."""
     load_library()
-    importlib.import_module("torch._dynamo")  # it keeps functions of torch.cuda, and would ask ours for what they lack
+    # It keeps functions of torch.cuda, and would ask ours for what they lack.
+    importlib.import_module("torch._dynamo")
     generator, stream = _Generator(), _Stream()
     properties = SimpleNamespace(
         name="emulated H100",
@@ -585,7 +659,8 @@ def install_device() -> None:
     torch.Tensor.data = property(_get_data, _set_data)
     F.scaled_dot_product_attention = _attend_padded  # type: ignore[assignment]
     dist.init_process_group = _without_nccl(dist.init_process_group)
-    # A module's parameters become other objects when it moves: the old ones cannot change their class.
+    # A module's parameters become other objects when it moves: the old ones cannot
+    # change their class.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     torch.compiler.set_stance("force_eager")
     torch._C._set_only_lift_cpu_tensors(True)
@@ -618,7 +693,8 @@ _CPU_ATTENTION_LIBRARY = torch.library.Library("torch_attn", "FRAGMENT")
 
 
 def compute_as_cuda() -> None:
-    """Make this process compute on the CPU what the emulated device does otherwise: norms, and attention in 16 bits.
+    """Make this process compute on the CPU what the emulated device does otherwise: norms, and
+    attention in 16 bits.
 
     Everything else has the same bits on both. Call it once.
     """
@@ -632,7 +708,11 @@ def compute_as_cuda() -> None:
 
     def has_unpadded_kernel(query: Tensor, value: Tensor) -> bool:
         size = query.shape[-1]
-        return query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] and size % 8 == 0
+        return (
+            query.dtype in (torch.bfloat16, torch.float16)
+            and size == value.shape[-1]
+            and size % 8 == 0
+        )
 
     packed_attention._has_unpadded_kernel = has_unpadded_kernel
     attention._RMSNormFunction = SimpleNamespace(apply=normalize)  # type: ignore[misc, assignment]

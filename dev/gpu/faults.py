@@ -14,7 +14,8 @@ from r3async.learner.micro_batches import MicroBatch
 
 
 def leave_index_on_host() -> None:
-    """Select scores by an index that is on the CPU: CUDA takes it, but uploads it while the host waits."""
+    """Select scores by an index that is on the CPU: CUDA takes it, but uploads it
+    while the host waits."""
     _change_logprobs(lambda logprobs: logprobs[torch.arange(len(logprobs))])
 
 
@@ -26,7 +27,9 @@ def read_every_loss() -> None:
 def _change_logprobs(change: Callable[[Tensor], Tensor]) -> None:
     score = MegatronLearner.score_tokens
 
-    def score_tokens(self: MegatronLearner, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray) -> TokenScores:
+    def score_tokens(
+        self: MegatronLearner, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray
+    ) -> TokenScores:
         logprobs, entropies = score(self, output, micro_batch, rows)
         return change(logprobs), entropies
 

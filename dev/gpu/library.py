@@ -1,4 +1,5 @@
-"""Compiles and loads `device.cpp`, without which torch's CPU build refuses tensors of a device `cuda`. Does not import torch."""
+"""Compiles and loads `device.cpp`, without which torch's CPU build refuses tensors of a device
+`cuda`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ class NoCompilerError(RuntimeError):
 def find_compiler() -> str:
     """Return the path of a C++ compiler. Raises `NoCompilerError`."""
     for name in COMPILERS:
-        if path := shutil.which(name):
+        path = shutil.which(name)
+        if path:
             return path
-    raise NoCompilerError(f"the emulated device needs a C++ compiler, and there is none of {', '.join(COMPILERS)}")
+    raise NoCompilerError(
+        f"the emulated device needs a C++ compiler, and there is none of {', '.join(COMPILERS)}"
+    )
 
 
 def compile_library() -> Path:
-    """Return the shared library for this torch, compiled if the user's cache does not have it yet (half a minute).
+    """Return the shared library for this torch, compiled if the user's cache does not have it yet
+    (half a minute).
 
     Raises `NoCompilerError`.
     """
@@ -59,7 +64,8 @@ def compile_library() -> Path:
 
 @cache
 def load_library() -> None:
-    """Load the library into this process, in which torch must not have been imported: it asks for its devices once."""
+    """Load the library into this process, in which torch must not have been imported: it asks for
+    its devices once."""
     if "torch" in sys.modules:
         raise RuntimeError("the emulated device has to be loaded before torch is imported")
     ctypes.CDLL(str(compile_library()), mode=ctypes.RTLD_GLOBAL)

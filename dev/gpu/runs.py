@@ -1,8 +1,10 @@
-"""`python -m dev.gpu.runs DEVICE PLAN OUT`: learners on the emulated device, or on the CPU, and the facts that both must share.
+"""`python -m dev.gpu.runs DEVICE PLAN OUT`: learners on the emulated device, or on the CPU, and the
+facts that both must share.
 
-A plan is a list of cases in JSON. The process imports torch and the backends once, and forks the ranks of each case. What a rank
-found is in `OUT/NAME-RANK.npz`, to be compared bit by bit; what its device had to do is in `OUT/NAME-RANK.json`. If a rank fails,
-the others are killed, and its traceback is in `OUT/NAME-RANK.log`.
+A plan is a list of cases in JSON. The process imports torch and the backends once, and forks the
+ranks of each case. What a rank found is in `OUT/NAME-RANK.npz`, to be compared bit by bit; what its
+device had to do is in `OUT/NAME-RANK.json`. If a rank fails, the others are killed, and its
+traceback is in `OUT/NAME-RANK.log`.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         learner: The settings of `learner` that are not the defaults.
         layers: The layers of the model.
-        task: `facts` trains, scores, exports, saves and restores; `counts` trains minibatches of one and of two equal
-            micro-batches, and only counts.
+        task: `facts` trains, scores, exports, saves and restores; `counts` trains minibatches of
+            one and of two equal micro-batches, and only counts.
         fault: A fault of `dev.gpu.faults` to plant on the last rank.
     """
 
@@ -66,11 +68,18 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_ranks(self) -> int:
         parallel = self.learner.get("parallel", {})
-        return int(parallel.get("dp", 1) * parallel.get("cp", 1) * parallel.get("tp", 1) * parallel.get("pp", 1))
+        return int(
+            parallel.get("dp", 1)
+            * parallel.get("cp", 1)
+            * parallel.get("tp", 1)
+            * parallel.get("pp", 1)
+        )
 
 
 def main() -> None:
-    device, plan, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    device = sys.argv[1]
+    plan = Path(sys.argv[2])
+    out = Path(sys.argv[3])
     if device not in ("emulated", "cpu"):
         raise SystemExit(f"{device!r} is not a device: emulated or cpu")
     out.mkdir(parents=True, exist_ok=True)
@@ -107,10 +116,16 @@ def _run_case(case: Case, out: Path) -> bool:
 
     dtype = case.learner.get("dtype", "bfloat16")
     model = make_model(
-        out / f"model-{dtype}-{case.layers}", dtype, 0, "cpu", num_hidden_layers=case.layers, **SMALL_MODEL
+        out / f"model-{dtype}-{case.layers}",
+        dtype,
+        0,
+        "cpu",
+        num_hidden_layers=case.layers,
+        **SMALL_MODEL,
     )
     children = {_fork_rank(case, rank, model, out): rank for rank in range(case.num_ranks)}
-    good, ends = True, time.monotonic() + SECONDS
+    good = True
+    ends = time.monotonic() + SECONDS
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -155,7 +170,8 @@ def _run_rank(case: Case, rank: int, model: Path, out: Path) -> None:
     from r3async.learner.micro_batches import pack_for_ranks
     from r3async.tools.gpu_check.place import make_config, make_samples
 
-    # A forked process makes torch's pool of threads again, which two threads at once do not survive: before there are any.
+    # A forked process makes torch's pool of threads again, which two threads at once do not
+    # survive: before there are any.
     torch.set_num_threads(1)
     if case.num_ranks > 1:
         dist.init_process_group(
@@ -177,13 +193,17 @@ def _run_rank(case: Case, rank: int, model: Path, out: Path) -> None:
         for count in (1, 2):
             _train_counted(learner, mine[:1] * count, counted, f"train-{count}")
     else:
-        facts: dict[str, Any] = dict(_iter_facts(learner, mine, out / f"{case.name}-state", counted))
+        facts: dict[str, Any] = dict(
+            _iter_facts(learner, mine, out / f"{case.name}-state", counted)
+        )
         np.savez(out / f"{case.name}-{rank}.npz", **facts)
     learner.close()
     (out / f"{case.name}-{rank}.json").write_text(json.dumps(counted.by_part))
 
 
-def _train_counted(learner: LearnerBackend, batches: Sequence[MicroBatch], counted: _PartCounts, part: str) -> None:
+def _train_counted(
+    learner: LearnerBackend, batches: Sequence[MicroBatch], counted: _PartCounts, part: str
+) -> None:
     """Train twice and count the second time: the first one allocates what the optimizer keeps."""
     from r3async.learner.trainer import train_minibatch
 
@@ -195,7 +215,8 @@ def _train_counted(learner: LearnerBackend, batches: Sequence[MicroBatch], count
 def _iter_facts(
     learner: LearnerBackend, batches: Sequence[MicroBatch], state: Path, counted: _PartCounts
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield names and arrays that depend on every bit of what a learner computes, in each of its calls."""
+    """Yield names and arrays that depend on every bit of what a learner computes, in
+    each of its calls."""
     import numpy as np
     import torch
 
@@ -245,7 +266,10 @@ def _iter_facts(
     learner.restore_state(saved)
     again = dict(train("again-3"))
     yield from again.items()
-    yield "routes", np.concatenate([m.table["routed_experts"] for m in learner.record_learner_routes(batches)])
+    yield (
+        "routes",
+        np.concatenate([m.table["routed_experts"] for m in learner.record_learner_routes(batches)]),
+    )
     yield "scores", learner.score_sequence(np.arange(20))
 
 
@@ -263,7 +287,9 @@ class _PartCounts:
         yield
         after = (device.counts, device.wait_sites)
         names = ("counts", "wait_sites")
-        self.by_part[name] = {n: dict(now - then) for n, now, then in zip(names, after, before, strict=True)}
+        self.by_part[name] = {
+            n: dict(now - then) for n, now, then in zip(names, after, before, strict=True)
+        }
 
 
 def run_plan(device: DeviceName, cases: Sequence[Case], out: Path) -> Any:
@@ -278,14 +304,17 @@ def run_plan(device: DeviceName, cases: Sequence[Case], out: Path) -> Any:
 
 
 def compare_facts(case: Case, one: Path, other: Path) -> list[str]:
-    """Return the names of facts of a case that differ between two directories in any bit, rank by rank."""
+    """Return the names of facts of a case that differ between two directories in any
+    bit, rank by rank."""
     import numpy as np
 
     different = []
     for rank in range(case.num_ranks):
         files = [np.load(path / f"{case.name}-{rank}.npz") for path in (one, other)]
         names = [set(file.files) for file in files]
-        different += [f"{name} of rank {rank} is on one side only" for name in sorted(names[0] ^ names[1])]
+        different += [
+            f"{name} of rank {rank} is on one side only" for name in sorted(names[0] ^ names[1])
+        ]
         for name in sorted(names[0] & names[1]):
             a, b = (file[name] for file in files)
             if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():

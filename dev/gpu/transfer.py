@@ -1,6 +1,8 @@
-"""Weights over the NCCL transport between processes on emulated devices: gloo in the place of NCCL, and all else as it is.
+"""Weights over the NCCL transport between processes on emulated devices: gloo in the place of NCCL,
+and all else as it is.
 
-`python -m dev.gpu.transfer send` is the process that sends from the learner's GPU, and `receive` a worker of vLLM.
+`python -m dev.gpu.transfer send` is the process that sends from the learner's GPU, and `receive`
+a worker of vLLM.
 """
 
 from __future__ import annotations
@@ -40,14 +42,18 @@ def main() -> None:
 
 
 def start_emulated_sender(endpoint: str, link: str) -> subprocess.Popen[bytes]:
-    """Start a sending process as `weights.nccl.start_sender_process` does, on an emulated device."""
+    """Start a sending process as `weights.nccl.start_sender_process` does, on an
+    emulated device."""
     command = [sys.executable, "-m", "dev.gpu.transfer", "send", endpoint, link, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
 def start_receiver(manifests: Iterable[Path]) -> subprocess.Popen[bytes]:
-    """Start a worker that receives one version after the other, and writes each beside its manifest as safetensors."""
-    return subprocess.Popen([sys.executable, "-m", "dev.gpu.transfer", "receive", *map(str, manifests)])
+    """Start a worker that receives one version after the other, and writes each beside its
+    manifest as safetensors."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dev.gpu.transfer", "receive", *map(str, manifests)]
+    )
 
 
 def _replace_nccl() -> None:
@@ -71,7 +77,8 @@ def _replace_nccl() -> None:
 
         def broadcast(self, tensor: EmulatedTensor, src: int, stream: Any = None) -> None:
             options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = src, 0
+            options.rootRank = src
+            options.rootTensor = 0
             self._gloo.broadcast([tensor.inner], options).wait()
 
     pynccl.PyNcclCommunicator = GlooCommunicator
@@ -103,7 +110,9 @@ def _receive_versions(manifests: Iterable[Path]) -> None:
         """vLLM's worker at its end of a transfer. It does not load layer by layer."""
 
         def __init__(self) -> None:
-            parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0, rank=0)
+            parallel = SimpleNamespace(
+                world_size=1, data_parallel_size=1, data_parallel_index=0, rank=0
+            )
             config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
             self.weight_transfer_engine = NCCLWeightTransferEngine(
                 WeightTransferConfig(backend="nccl"), config, DEVICE, Model()

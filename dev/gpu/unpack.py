@@ -29,18 +29,23 @@ def refuse(line: str) -> NoReturn:
 
 
 def check_machine(contents: dict[str, Any]) -> None:
-    """Check that the wheels fit this Python, processor and C library, and that the packages left out are installed."""
+    """Check that the wheels fit this Python, processor and C library, and that the packages left
+    out are installed."""
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if here != contents["python"]:
         refuse(
-            f"this bundle is for Python {contents['python']}, and {sys.executable} is {here}: python{contents['python']} run.py"
+            f"this bundle is for Python {contents['python']}, and {sys.executable} is {here}: "
+            f"python{contents['python']} run.py"
         )
     _, _, minor, machine = contents["platform"].split("_", 3)
     glibc = platform.libc_ver()[1].split(".")
     if machine != platform.machine():
         refuse(f"this bundle is for {machine}, and this machine is {platform.machine()}")
     if len(glibc) > 1 and int(glibc[1]) < int(minor):
-        refuse(f"this bundle is for glibc 2.{minor}, and this machine has {'.'.join(glibc)}: pack with --platform")
+        refuse(
+            f"this bundle is for glibc 2.{minor}, and this machine has {'.'.join(glibc)}: "
+            "pack with --platform"
+        )
     for name, version in contents["left_out"].items():
         try:
             found = importlib.metadata.version(name)
@@ -87,9 +92,16 @@ def unpack(contents: dict[str, Any], into: Path) -> None:
     free = shutil.disk_usage(into.parent).free
     if free < need:
         refuse(
-            f"{need / 1e9:.1f} GB to unpack, and {free / 1e9:.1f} GB free in {into.parent}: --into names another directory"
+            f"{need / 1e9:.1f} GB to unpack, and {free / 1e9:.1f} GB free in {into.parent}: --into "
+            "names another directory"
         )
-    print(f"unpacking {len(contents['wheels'])} wheels, {contents['unpacked'] / 1e9:.1f} GB, into {into}", flush=True)
+    print(
+        (
+            f"unpacking {len(contents['wheels'])} wheels, {contents['unpacked'] / 1e9:.1f} "
+            f"GB, into {into}"
+        ),
+        flush=True,
+    )
     (new / "bin").mkdir(parents=True)
     wheel = new / "next.whl"
     stream = blocks(contents)
@@ -98,13 +110,16 @@ def unpack(contents: dict[str, Any], into: Path) -> None:
         with wheel.open("wb") as file:
             while size:
                 left = left or next(stream)
-                now, left = left[:size], left[size:]
+                now = left[:size]
+                left = left[size:]
                 file.write(now)
                 size -= len(now)
         install(wheel, new)
     wheel.unlink()
     command = new / "bin" / "r3async"
-    command.write_text(f'#!/bin/sh\nPYTHONPATH="{into}:$PYTHONPATH" exec "{sys.executable}" -P -m r3async "$@"\n')
+    command.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{into}:$PYTHONPATH" exec "{sys.executable}" -P -m r3async "$@"\n'
+    )
     command.chmod(0o755)
     (new / DONE).write_text(text)
     new.rename(into)
@@ -128,7 +143,9 @@ def install(wheel: Path, into: Path) -> None:
                 continue
             parts = info.filename.split("/")
             if len(parts) > 2 and parts[0].endswith(".data"):
-                parts = {"scripts": ["bin"], "purelib": [], "platlib": []}.get(parts[1], [parts[1]]) + parts[2:]
+                parts = {"scripts": ["bin"], "purelib": [], "platlib": []}.get(
+                    parts[1], [parts[1]]
+                ) + parts[2:]
             path = into.joinpath(*parts)
             if into not in path.resolve().parents:
                 refuse(f"{info.filename} leads out of the bundle")
@@ -141,9 +158,14 @@ def install(wheel: Path, into: Path) -> None:
 
 def main() -> None:
     usage = "%(prog)s [--into DIRECTORY] [--small] [--only PART]... [--minutes N] [--out DIRECTORY]"
-    parser = argparse.ArgumentParser(usage=usage, epilog="What --into does not name is passed to r3async doctor --gpu.")
+    parser = argparse.ArgumentParser(
+        usage=usage, epilog="What --into does not name is passed to r3async doctor --gpu."
+    )
     parser.add_argument(
-        "--into", type=Path, default=HERE / "site", help="where the wheels are unpacked, once (default: %(default)s)"
+        "--into",
+        type=Path,
+        default=HERE / "site",
+        help="where the wheels are unpacked, once (default: %(default)s)",
     )
     options, others = parser.parse_known_args()
     contents = json.loads((HERE / "bundle.json").read_text())

@@ -1,9 +1,9 @@
 """Check that files do not import each other in a circle: `python -m dev.lint.circles`.
 
-An import within a function counts, and so does one for types alone (`if TYPE_CHECKING:`): to understand one of the
-files, a reader needs all of them. `TYPES_ALONE` names the exceptions. import-linter has such a contract
-(`acyclic_siblings`), but it leaves out the `__init__.py` of a package, through which most of the learner was once one
-circle.
+An import within a function counts, and so does one for types alone (`if TYPE_CHECKING:`): to
+understand one of the files, a reader needs all of them. `TYPES_ALONE` names the exceptions.
+import-linter has such a contract (`acyclic_siblings`), but it leaves out the `__init__.py` of a
+package, through which most of the learner was once one circle.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from graphlib import CycleError, TopologicalSorter
 import grimp
 
 TYPES_ALONE = {
-    ("r3async.learner.state", "r3async.learner.backend"): "saves and restores a backend, which has both as methods",
-    ("r3async.world", "r3async.world.appending"): "a world has one flusher of records, which is made of a world",
+    (
+        "r3async.learner.state",
+        "r3async.learner.backend",
+    ): "saves and restores a backend, which has both as methods",
+    (
+        "r3async.world",
+        "r3async.world.appending",
+    ): "a world has one flusher of records, which is made of a world",
 }
-"""Imports for types alone that close a circle, importer first, each with the reason why it stays."""
+"""Imports for types alone that close a circle, importer first, each with the
+reason why it stays."""
 
 
 def find_circles(imports: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """Yield circles of modules, each of which imports the next and the last of which imports the first.
+    """Yield circles of modules, each of which imports the next and the last of which
+    imports the first.
 
     The first import of a circle is in no later one: what is yielded is enough to break them all.
 
@@ -48,7 +56,9 @@ def check_package(package: str) -> list[str]:
     problems = []
     for importer, imported in TYPES_ALONE:
         if imported in without_types.get(importer, ()) or imported not in imports.get(importer, ()):
-            problems.append(f"{importer} does not import {imported} for types alone: take it out of TYPES_ALONE")
+            problems.append(
+                f"{importer} does not import {imported} for types alone: take it out of TYPES_ALONE"
+            )
         else:
             imports[importer].remove(imported)
     for circle in find_circles(imports):
@@ -63,7 +73,10 @@ def _build_graph(package: str, *, types: bool) -> grimp.ImportGraph:
 
 
 def _list_imports(graph: grimp.ImportGraph) -> dict[str, set[str]]:
-    return {module: set(graph.find_modules_directly_imported_by(module)) for module in sorted(graph.modules)}
+    return {
+        module: set(graph.find_modules_directly_imported_by(module))
+        for module in sorted(graph.modules)
+    }
 
 
 def _describe_import(graph: grimp.ImportGraph, importer: str, imported: str) -> str:

@@ -1,4 +1,5 @@
-"""Check that names in backticks exist: in docstrings, comments and docs. Run by `make lint` as `python -m dev.lint.references`.
+"""Check that names in backticks exist: in docstrings, comments and docs. Run by `make lint` as
+`python -m dev.lint.references`.
 
 Numbers of decisions (`D-NNN`) are checked too, everywhere: each has a file in docs/decisions/.
 
@@ -31,7 +32,12 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES_OF_OTHER_TIMES = ("CHANGELOG.md", "docs/decisions/archive/", "docs/comparison.md", "docs/coming-from.md")
+PAGES_OF_OTHER_TIMES = (
+    "CHANGELOG.md",
+    "docs/decisions/archive/",
+    "docs/comparison.md",
+    "docs/coming-from.md",
+)
 """Pages, or folders of pages, whose names are those of another time, or of other projects."""
 RECORD = re.compile(r"\bD-(\d{3})\b")
 RECORD_FILE = re.compile(r"docs/decisions/(?:archive/)?D-(\d{3})-[\w-]+\.md")
@@ -63,9 +69,11 @@ class RepositoryDefinitions:
     """The definitions of the repository.
 
     Attributes:
-        members: Names of the members of each class, by the name of the class, over all classes of that name.
+        members: Names of the members of each class, by the name of the class, over all
+            classes of that name.
         bases: Names of the base classes of each class.
-        modules: Names at the top level of each module, by every end of its dotted path (`relay`, `weights.relay`).
+        modules: Names at the top level of each module, by every end of its dotted path (`relay`,
+            `weights.relay`).
     """
 
     members: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -85,11 +93,15 @@ class RepositoryDefinitions:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 self.members[node.name] |= set(_member_names(node))
-                self.bases[node.name] |= {ast.unparse(base).rpartition(".")[2].partition("[")[0] for base in node.bases}
+                self.bases[node.name] |= {
+                    ast.unparse(base).rpartition(".")[2].partition("[")[0] for base in node.bases
+                }
 
     def has_member(self, class_name: str, member: str) -> bool:
-        """Return True if a class, or one of its bases, has the member; a base of another library may have any."""
-        open_classes, seen = [class_name], set()
+        """Return True if a class, or one of its bases, has the member; a base of another
+        library may have any."""
+        open_classes = [class_name]
+        seen = set()
         while open_classes:
             name = open_classes.pop()
             if name in seen:
@@ -122,7 +134,11 @@ def _assigned_names(body: list[ast.stmt]) -> Iterator[str]:
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
             yield from _assigned_names(node.body)
         else:
-            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            yield from (
+                n.id
+                for n in ast.walk(node)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
 
 
 def _member_names(node: ast.ClassDef) -> Iterator[str]:
@@ -133,7 +149,8 @@ def _member_names(node: ast.ClassDef) -> Iterator[str]:
 
 
 def is_setting(section: type, parts: list[str]) -> bool:
-    """Return True if `parts` name a setting, or a section, below `section`. What a table of the user holds may be anything."""
+    """Return True if `parts` name a setting, or a section, below `section`. What a table of the
+    user holds may be anything."""
     if not parts:
         return True
     fields = {each.encode_name: each.type for each in msgspec.structs.fields(section)}
@@ -142,7 +159,9 @@ def is_setting(section: type, parts: list[str]) -> bool:
     inner = list(_flatten_type(fields[parts[0]]))
     if any(typing.get_origin(kind) is dict or kind in (dict, Any) for kind in inner):
         return True
-    sections = [kind for kind in inner if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    sections = [
+        kind for kind in inner if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    ]
     return not parts[1:] or any(is_setting(each, parts[1:]) for each in sections)
 
 
@@ -153,7 +172,8 @@ def _flatten_type(kind: Any) -> Iterator[Any]:
 
 
 def find_stale_reference(reference: str, definitions: RepositoryDefinitions, config: type) -> str:
-    """Return what is wrong with a dotted reference; "" if it exists, or is not of this repository."""
+    """Return what is wrong with a dotted reference; "" if it exists, or is not of
+    this repository."""
     parts = reference.split(".")
     if parts[-1] in IGNORED_LAST_PARTS:
         return ""
@@ -176,17 +196,21 @@ def find_stale_reference(reference: str, definitions: RepositoryDefinitions, con
 
 
 def read_prose(path: str, source: str) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a file that are for people, with their first lines: all of a page; docstrings and comments of code."""
+    """Yield the texts of a file that are for people, with their first lines: all of a page;
+    docstrings and comments of code."""
     if not path.endswith(".py"):
         yield from enumerate(source.splitlines(), 1)
         return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+        if token.type == tokenize.COMMENT or (
+            token.type == tokenize.STRING and token.string.startswith('"""')
+        ):
             yield from enumerate(token.string.splitlines(), token.start[0])
 
 
 def check_files(files: dict[str, str], config: type) -> list[str]:
-    """Return a line for each reference, or number of a decision, that does not exist. `files`: sources by path from the root."""
+    """Return a line for each reference, or number of a decision, that does not exist. `files`:
+    sources by path from the root."""
     definitions = RepositoryDefinitions()
     for path, source in files.items():
         if path.endswith(".py"):
@@ -203,7 +227,8 @@ def check_files(files: dict[str, str], config: type) -> list[str]:
             if path.startswith(PAGES_OF_OTHER_TIMES):
                 continue
             for reference in REFERENCE.findall(text):
-                if wrong := find_stale_reference(reference, definitions, config):
+                wrong = find_stale_reference(reference, definitions, config)
+                if wrong:
                     problems.append(f"{path}:{line}: `{reference}`: {wrong}")
             for named in FILE_REFERENCE.findall(text):
                 if not any(each == named or each.endswith(f"/{named}") for each in files):
@@ -214,7 +239,9 @@ def check_files(files: dict[str, str], config: type) -> list[str]:
 def main() -> int:
     from r3async.config import Config
 
-    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     paths = [path for path in listed.stdout.splitlines() if not (ROOT / path).is_symlink()]
     problems = check_files({path: (ROOT / path).read_text() for path in paths}, Config)
     print("\n".join(problems), end="\n" if problems else "")

@@ -1,12 +1,13 @@
 """Two lint rules about access to the outside world: `python -m dev.lint.seam`.
 
-Packages that also run in a simulation may touch the outside only through their `World`. The linter reports, with file
-and line, each direct use of the clock, threads, files, sockets, processes, Ray and random number generators. It reads
-the source alone, so it judges calls by their form: `x.open("rb")` is a method of a path, `files.open(path)` one of the
-world. A caller of something that uses the real world by default must pass its own.
+Packages that also run in a simulation may touch the outside only through their `World`. The linter
+reports, with file and line, each direct use of the clock, threads, files, sockets, processes, Ray
+and random number generators. It reads the source alone, so it judges calls by their form:
+`x.open("rb")` is a method of a path, `files.open(path)` one of the world. A caller of something
+that uses the real world by default must pass its own.
 
-Code that users run must decode with `r3async/untrusted.py`: a decoder that is called directly may raise any exception
-for untrusted input.
+Code that users run must decode with `r3async/untrusted.py`: a decoder that is called directly may
+raise any exception for untrusted input.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ DECODERS = {
 }
 """Names that must not be used, each with the function of `r3async/untrusted.py` to call instead."""
 
-CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
+CLOCK = "world.clock"
+THREADS = "world.threads"
+FILES = "world.files"
+PROCESSES = "world.processes"
 
 FORBIDDEN_MODULES = {
     "concurrent": THREADS,
@@ -105,10 +109,14 @@ ALLOWED_NAMES = {
     "os": ({"PathLike", "environ", "fspath", "path", "sep", "strerror"}, f"{FILES} or {PROCESSES}"),
     "os.path": ({"basename", "dirname", "join", "normpath", "relpath", "split", "splitext"}, FILES),
     "random": ({"Random"}, "random.Random(seed)"),
-    "numpy.random": ({"Generator", "Philox", "SeedSequence", "default_rng"}, "numpy.random.default_rng(seed)"),
+    "numpy.random": (
+        {"Generator", "Philox", "SeedSequence", "default_rng"},
+        "numpy.random.default_rng(seed)",
+    ),
     "time": ({"gmtime", "localtime", "strftime", "struct_time"}, CLOCK),
 }
-"""Modules of which only some names may be used: the allowed names, and what to use instead of the others."""
+"""Modules of which only some names may be used: the allowed names, and what to use
+instead of the others."""
 
 FORBIDDEN_NAMES = {
     "asyncio.create_subprocess_exec": PROCESSES,
@@ -151,7 +159,8 @@ FORBIDDEN_METHODS = {
 """Methods that must not be used, on any object, each with what to use instead."""
 
 DEFINITION_PATTERNS = ("r3async/**/*.py", "actors/*.py")
-"""Glob patterns of the files that define callables which use a part of the real world by default."""
+"""Glob patterns of the files that define callables which use a part of the real
+world by default."""
 
 REAL_NAMES = ("REAL_WORLD", "SYSTEM_FILES")
 """Names of the real world and of its files, which parameters have as their default."""
@@ -170,7 +179,8 @@ class SeamFinding(NamedTuple):
 
 
 def _collect_imports(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of everything that a file imports, anywhere in it, by their local names."""
+    """Return the full names of everything that a file imports, anywhere in it, by
+    their local names."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -178,12 +188,15 @@ def _collect_imports(tree: ast.Module) -> dict[str, str]:
                 first = alias.name.partition(".")[0]
                 names[alias.asname or first] = alias.name if alias.asname else first
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return names
 
 
 class RealDefault(NamedTuple):
-    """A parameter that defaults to the real world, or a part of it. `position` is None for a keyword-only parameter."""
+    """A parameter that defaults to the real world, or a part of it. `position` is None for a
+    keyword-only parameter."""
 
     parameter: str
     position: int | None
@@ -199,7 +212,8 @@ class RealDefaults:
             self._add_module(_module_name(str(path.relative_to(root))), ast.parse(path.read_text()))
 
     def find_defaults(self, name: str) -> list[RealDefault]:
-        """Return the parameters of a callable that default to the real world. `name` may be that of a re-export."""
+        """Return the parameters of a callable that default to the real world. `name` may be
+        that of a re-export."""
         seen = set[str]()
         while name and name not in seen and name not in self._by_callable:
             seen.add(name)
@@ -213,24 +227,36 @@ class RealDefaults:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._by_callable[f"{module}.{node.name}"] = _find_real_parameters(node)
             elif isinstance(node, ast.ClassDef):
-                constructors = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+                constructors = [
+                    f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"
+                ]
                 self._by_callable[f"{module}.{node.name}"] = [
                     d for f in constructors for d in _find_real_parameters(f, skipped=1)
                 ] + _find_real_fields(node)
 
 
-def _find_real_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0) -> list[RealDefault]:
+def _find_real_parameters(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0
+) -> list[RealDefault]:
     positional = [*function.args.posonlyargs, *function.args.args][skipped:]
     with_defaults = zip(positional[::-1], function.args.defaults[::-1], strict=False)
     real_defaults = [
-        RealDefault(each.arg, positional.index(each)) for each, default in with_defaults if _is_real(default)
+        RealDefault(each.arg, positional.index(each))
+        for each, default in with_defaults
+        if _is_real(default)
     ]
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    return real_defaults + [RealDefault(each.arg, None) for each, default in keywords if default and _is_real(default)]
+    return real_defaults + [
+        RealDefault(each.arg, None) for each, default in keywords if default and _is_real(default)
+    ]
 
 
 def _find_real_fields(class_node: ast.ClassDef) -> list[RealDefault]:
-    fields = [each for each in class_node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    fields = [
+        each
+        for each in class_node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
     return [
         RealDefault(ast.unparse(each.target), at)
         for at, each in enumerate(fields)
@@ -253,11 +279,15 @@ class _SeamVisitor(ast.NodeVisitor):
     """A visitor that collects the findings of one file in `found`."""
 
     def __init__(self, path: str, tree: ast.Module, defaults: RealDefaults):
-        self.path, self.found = path, list[SeamFinding]()
+        self.path = path
+        self.found = list[SeamFinding]()
         self._awaited: list[ast.expr] = []
-        self._names, self._defaults = _collect_imports(tree), defaults
+        self._names = _collect_imports(tree)
+        self._defaults = defaults
         own_names = {
-            node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         }
         self._local_names = {name: f"{_module_name(path)}.{name}" for name in own_names}
         self.visit(tree)
@@ -307,7 +337,8 @@ class _SeamVisitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Attribute) and node not in self._awaited:  # path and loop methods: none awaited
+        # Path and loop methods: none awaited.
+        if isinstance(node.func, ast.Attribute) and node not in self._awaited:
             self._check_call(node, node.func)
         called = self._resolve_name(node.func) or (
             self._local_names.get(node.func.id, "") if isinstance(node.func, ast.Name) else ""
@@ -315,8 +346,16 @@ class _SeamVisitor(ast.NodeVisitor):
         spread = any(keyword.arg is None for keyword in node.keywords)
         for parameter, position in self._defaults.find_defaults(called):
             by_place = position is not None and len(node.args) > position
-            if not by_place and not spread and all(keyword.arg != parameter for keyword in node.keywords):
-                self._add_finding(node, f"{called.rpartition('.')[2]}(...) with the real {parameter}", f"{parameter}=")
+            if (
+                not by_place
+                and not spread
+                and all(keyword.arg != parameter for keyword in node.keywords)
+            ):
+                self._add_finding(
+                    node,
+                    f"{called.rpartition('.')[2]}(...) with the real {parameter}",
+                    f"{parameter}=",
+                )
         self.generic_visit(node)
 
     def _check_call(self, node: ast.Call, function: ast.Attribute) -> None:
@@ -328,22 +367,26 @@ class _SeamVisitor(ast.NodeVisitor):
                 self._add_finding(node, ".open(mode)", FILES)
             case "stat" | "lstat" | "touch" if not node.args:
                 self._add_finding(node, f".{function.attr}()", FILES)
-            case "localtime" | "gmtime" | "strftime" if self._resolve_name(function).startswith("time.") and (
-                len(node.args) == (function.attr == "strftime")
-            ):
+            case "localtime" | "gmtime" | "strftime" if self._resolve_name(function).startswith(
+                "time."
+            ) and (len(node.args) == (function.attr == "strftime")):
                 self._add_finding(node, f"time.{function.attr} of now", CLOCK)
-            case "rename" | "replace" if len(node.args) == 1 and not node.keywords and not self._resolve_name(function):
+            case "rename" | "replace" if (
+                len(node.args) == 1 and not node.keywords and not self._resolve_name(function)
+            ):
                 self._add_finding(node, f".{function.attr}(path)", FILES)
             case "time" if (
-                isinstance(function.value, ast.Call) and self._resolve_name(function.value.func) in LOOP_GETTERS
+                isinstance(function.value, ast.Call)
+                and self._resolve_name(function.value.func) in LOOP_GETTERS
             ):
                 self._add_finding(node, "loop.time()", CLOCK)
 
     def _check_name(self, name: str, node: ast.AST) -> bool:
-        """Record a finding and return True if the name must not be used. A module itself is refused only if it is
-        forbidden as a whole."""
+        """Record a finding and return True if the name must not be used. A module itself is refused
+        only if it is forbidden as a whole."""
         module, _, last = name.rpartition(".")
-        if instead := FORBIDDEN_MODULES.get(name.partition(".")[0]) or FORBIDDEN_NAMES.get(name):
+        instead = FORBIDDEN_MODULES.get(name.partition(".")[0]) or FORBIDDEN_NAMES.get(name)
+        if instead:
             self._add_finding(node, name, instead)
             return True
         if module in ALLOWED_NAMES and last not in ALLOWED_NAMES[module][0]:
@@ -364,33 +407,48 @@ def _resolve_full_name(node: ast.AST, names: dict[str, str]) -> str:
     """Return the full name of an expression that is imported (`names`); "" for anything else."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
-    if isinstance(node, ast.Attribute) and (base := _resolve_full_name(node.value, names)):
-        return f"{base}.{node.attr}"
+    if isinstance(node, ast.Attribute):
+        base = _resolve_full_name(node.value, names)
+        if base:
+            return f"{base}.{node.attr}"
     return ""
 
 
 def check_decoding(path: str, source: str) -> list[SeamFinding]:
-    """Return the direct decoding in a file, in order of lines: uses of decoders, and `data.decode()` unless `data` is
-    the result of a call."""
+    """Return the direct decoding in a file, in order of lines: uses of decoders, and
+    `data.decode()` unless `data` is the result of a call."""
     tree = ast.parse(source)
-    names, findings = _collect_imports(tree), list[SeamFinding]()
+    names = _collect_imports(tree)
+    findings = list[SeamFinding]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "decode"
+        ):
             if not (node.args or node.keywords or isinstance(node.func.value, ast.Call)):
-                findings.append(SeamFinding(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
-        elif isinstance(node, ast.Attribute | ast.Name) and (what := _resolve_full_name(node, names)) in DECODERS:
-            findings.append(SeamFinding(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
+                findings.append(
+                    SeamFinding(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text")
+                )
+        elif isinstance(node, ast.Attribute | ast.Name):
+            what = _resolve_full_name(node, names)
+            if what in DECODERS:
+                findings.append(
+                    SeamFinding(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}")
+                )
     return sorted(findings, key=lambda each: each.line)
 
 
 def check_source(path: str, source: str, defaults: RealDefaults) -> list[SeamFinding]:
     """Return the places in a file that bypass the `World`, in order of lines."""
-    return sorted(_SeamVisitor(path, ast.parse(source), defaults).found, key=lambda found: found.line)
+    return sorted(
+        _SeamVisitor(path, ast.parse(source), defaults).found, key=lambda found: found.line
+    )
 
 
 def list_simulated_files(root: Path = ROOT) -> Iterator[Path]:
-    """Yield the files that the rule about the `World` applies to. Raises `ValueError` for a pattern, or an exemption,
-    without a file."""
+    """Yield the files that the rule about the `World` applies to. Raises `ValueError` for a
+    pattern, or an exemption, without a file."""
     for package in SIMULATED_PATTERNS:
         files = sorted(root.glob(package))
         if not files:
@@ -411,9 +469,15 @@ def list_decoding_files(root: Path = ROOT) -> Iterator[Path]:
 def check_repository(root: Path = ROOT) -> list[SeamFinding]:
     defaults = RealDefaults(root)
     findings = [
-        each for path in list_simulated_files(root) for each in check_source(*_read_source(path, root), defaults)
+        each
+        for path in list_simulated_files(root)
+        for each in check_source(*_read_source(path, root), defaults)
     ]
-    return findings + [each for path in list_decoding_files(root) for each in check_decoding(*_read_source(path, root))]
+    return findings + [
+        each
+        for path in list_decoding_files(root)
+        for each in check_decoding(*_read_source(path, root))
+    ]
 
 
 def _read_source(path: Path, root: Path) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Generator of docs/cli.md: every command of `r3async` with its arguments, options and one example.
 
-All of it is read from the command-line application, so that the page says what `--help` says. `python -m dev.pages.reference`
-writes it.
+All of it is read from the command-line application, so that the page says what `--help` says.
+`python -m dev.pages.reference` writes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import typer
 
 from r3async.tools.cli import CLUSTER, DEVELOP, LOOK, TRAIN, app
 
-PROGRAM, EXAMPLE = "r3async", "Example: "
+PROGRAM = "r3async"
+EXAMPLE = "Example: "
 HEAD = """# Commands
 
 This page lists every command of `r3async` with its arguments, its options and an example.
@@ -26,7 +27,8 @@ Commands run in the project's folder after `source .venv/bin/activate`; `r3async
 
 
 class DescribedCommand(NamedTuple):
-    """A command with the words that call it, such as `r3async inspect routes`, and the panel of the help that lists it."""
+    """A command with the words that call it, such as `r3async inspect routes`, and the panel of the
+    help that lists it."""
 
     words: str
     panel: str
@@ -39,7 +41,8 @@ class DescribedCommand(NamedTuple):
 
 
 def list_commands() -> list[DescribedCommand]:
-    """Return all commands in the order of the help's panels. A group's hidden default is the group itself."""
+    """Return all commands in the order of the help's panels. A group's hidden default is
+    the group itself."""
     found: list[DescribedCommand] = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         inner = getattr(command, "commands", {})
@@ -66,24 +69,48 @@ def render_commands() -> str:
 
 def _render_command(described: DescribedCommand) -> Iterator[str]:
     arguments = [each for each in described.command.params if each.param_type_name == "argument"]
-    options = [each for each in described.command.params if each.param_type_name == "option" and not each.hidden]
-    yield from (f"### `{described.words}`", "", " ".join((described.command.help or "").split()), "")
-    yield from ("<!-- test: skip: tests/tools/test_docs.py parses it -->", "```sh", described.example, "```", "")
+    options = [
+        each
+        for each in described.command.params
+        if each.param_type_name == "option" and not each.hidden
+    ]
+    yield from (
+        f"### `{described.words}`",
+        "",
+        " ".join((described.command.help or "").split()),
+        "",
+    )
+    yield from (
+        "<!-- test: skip: tests/tools/test_docs.py parses it -->",
+        "```sh",
+        described.example,
+        "```",
+        "",
+    )
     yield from ("| argument or option | default | |", "|---|---|---|")
     for each in [*arguments, *options]:
-        yield f"| {_render_name(each)} | {_render_default(each)} | {(each.help or '').replace('|', chr(92) + '|')} |"
+        yield (
+            f"| {_render_name(each)} | {_render_default(each)} | "
+            f"{(each.help or '').replace('|', chr(92) + '|')} |"
+        )
 
 
 def _render_name(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
-        name = "KEY=VALUE" if parameter.name == "overrides" else (parameter.metavar or parameter.name).strip("[]")
+        name = (
+            "KEY=VALUE"
+            if parameter.name == "overrides"
+            else (parameter.metavar or parameter.name).strip("[]")
+        )
         return f"`{name if '=' in name else name.upper()}{' …' if parameter.nargs == -1 else ''}`"
     return ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
 
 
 def _render_default(parameter: Any) -> str:
-    """Return what a parameter is if it is not given: in words where the help has words, otherwise the value."""
-    shown, value = parameter.show_default, parameter.default
+    """Return what a parameter is if it is not given: in words where the help has words,
+    otherwise the value."""
+    shown = parameter.show_default
+    value = parameter.default
     if parameter.required:
         text = "required"
     elif isinstance(shown, str):

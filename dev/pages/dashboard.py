@@ -1,7 +1,8 @@
-"""Generator of `docs/examples/grafana.json`, a Grafana dashboard of the metrics that a run serves to Prometheus.
+"""Generator of `docs/examples/grafana.json`, a Grafana dashboard of the metrics that a run
+serves to Prometheus.
 
-The dashboard is made from the metric catalogue, with the charts of the report. `python -m dev.pages.reference` writes
-it, and its `--check` detects when it is out of date.
+The dashboard is made from the metric catalogue, with the charts of the report.
+`python -m dev.pages.reference` writes it, and its `--check` detects when it is out of date.
 """
 
 from __future__ import annotations
@@ -18,12 +19,25 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RUN_SELECTOR = 'role="driver",run=~"$run"'
 """PromQL selector of the chosen runs' drivers, which serve the metrics of the last step."""
 GRAFANA_UNITS = {"s": "s", "fraction": "percentunit", "bytes": "bytes", "MB": "decmbytes"}
-PANEL_WIDTH, PANEL_HEIGHT, STATS_PER_ROW = 12, 8, 8
-"""Width and height of a chart on Grafana's grid of 24 columns, and the number of stat panels in a row."""
+PANEL_WIDTH = 12
+PANEL_HEIGHT = 8
+STATS_PER_ROW = 8
+"""Width and height of a chart on Grafana's grid of 24 columns, and the number of stat
+panels in a row."""
 ENGINE_PANELS = (
     ("Engine requests", "running now", "r3async_engine_running", "short"),
-    ("Engine tokens", "generated a second", "rate(r3async_engine_generated_tokens{of}[2m])", "short"),
-    ("Engine pauses", "seconds a second", "rate(r3async_engine_pause_seconds{of}[2m])", "percentunit"),
+    (
+        "Engine tokens",
+        "generated a second",
+        "rate(r3async_engine_generated_tokens{of}[2m])",
+        "short",
+    ),
+    (
+        "Engine pauses",
+        "seconds a second",
+        "rate(r3async_engine_pause_seconds{of}[2m])",
+        "percentunit",
+    ),
 )
 PROCESS_PANELS = (
     ("Memory", "of each process", "process_resident_memory_bytes", "bytes"),
@@ -75,7 +89,12 @@ def render_dashboard() -> str:
 
 
 def _iter_variables() -> Iterator[dict[str, Any]]:
-    yield {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "data source"}
+    yield {
+        "name": "datasource",
+        "type": "datasource",
+        "query": "prometheus",
+        "label": "data source",
+    }
     query = f"label_values({to_prometheus_name('step')}, run)"
     yield {
         "name": "run",
@@ -94,7 +113,12 @@ def _make_grid_position(x: int, y: int, width: int, height: int) -> dict[str, in
 
 
 def _make_target(number: int, expression: str, legend: str) -> dict[str, Any]:
-    return {"refId": f"A{number}", "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
+    return {
+        "refId": f"A{number}",
+        "datasource": DATASOURCE,
+        "expr": expression,
+        "legendFormat": legend,
+    }
 
 
 def _iter_stat_panels(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
@@ -108,25 +132,41 @@ def _iter_stat_panels(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
             "description": metric.description,
             "datasource": DATASOURCE,
             "gridPos": _make_grid_position(column * width, 4 * row, width, 4),
-            "targets": [_make_target(0, f"{to_prometheus_name(metric.name)}{{{RUN_SELECTOR}}}", "{{run}}")],
+            "targets": [
+                _make_target(0, f"{to_prometheus_name(metric.name)}{{{RUN_SELECTOR}}}", "{{run}}")
+            ],
             "fieldConfig": {
                 "defaults": {"unit": GRAFANA_UNITS.get(metric.unit, "short"), "decimals": 3},
                 "overrides": [],
             },
-            "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"},
+            "options": {
+                "reduceOptions": {"calcs": ["lastNotNull"]},
+                "colorMode": "none",
+                "graphMode": "area",
+            },
         }
 
 
 def _make_chart_panel(chart: Chart) -> dict[str, Any]:
     targets = [
-        _make_target(number, f"{to_prometheus_name(line.metric)}{{{RUN_SELECTOR}}}", f"{{{{run}}}} {line.label}")
+        _make_target(
+            number,
+            f"{to_prometheus_name(line.metric)}{{{RUN_SELECTOR}}}",
+            f"{{{{run}}}} {line.label}",
+        )
         for number, line in enumerate(chart.lines)
     ]
     unit = METRICS[chart.lines[0].metric].unit
     if chart.shows_bound:
         bound = f"{to_prometheus_name('staleness/bound')}{{{RUN_SELECTOR}}}"
         targets.append(_make_target(len(targets), bound, "{{run}} allowed"))
-    return _make_panel(chart.title, chart.caption, targets, GRAFANA_UNITS.get(unit, "short"), log=chart.has_log_scale)
+    return _make_panel(
+        chart.title,
+        chart.caption,
+        targets,
+        GRAFANA_UNITS.get(unit, "short"),
+        log=chart.has_log_scale,
+    )
 
 
 def _make_role_panel(title: str, caption: str, expression: str, unit: str) -> dict[str, Any]:
@@ -147,5 +187,8 @@ def _make_panel(
         "datasource": DATASOURCE,
         "targets": list(targets),
         "fieldConfig": {"defaults": {"unit": unit, "custom": custom}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi"},
+        },
     }

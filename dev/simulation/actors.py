@@ -15,7 +15,14 @@ import numpy as np
 from dev.simulation.loop import CURRENT_PROCESS, VirtualFuture, VirtualTask
 from dev.simulation.network import draw_seconds
 from dev.simulation.processes import HostProcess
-from r3async.world import ActorLostError, ActorOptions, ActorRef, ClusterNode, Reservation, ResourceBundle
+from r3async.world import (
+    ActorLostError,
+    ActorOptions,
+    ActorRef,
+    ClusterNode,
+    Reservation,
+    ResourceBundle,
+)
 
 if TYPE_CHECKING:
     from dev.simulation.world import SimulatedHost, Simulation
@@ -34,12 +41,14 @@ HOST_CPUS = 4096
 
 
 class SimulatedReservation:
-    """The result of `Actors.reserve_bundles`. It is released when the process that reserved it ends."""
+    """The result of `Actors.reserve_bundles`. It is released when the process that
+    reserved it ends."""
 
     passes_between_processes = True
 
     def __init__(self, owner: HostProcess, bundles: Sequence[ResourceBundle]):
-        self.bundles, self.released_bundles = list(bundles), set[int]()
+        self.bundles = list(bundles)
+        self.released_bundles = set[int]()
         made = owner.simulation.reservations
         self.number = len(made)
         made.append(self)
@@ -80,15 +89,21 @@ def list_nodes(simulation: Simulation, local_host: SimulatedHost) -> list[Cluste
     for name, host in simulation.hosts.items():
         if not host.is_lost:
             on_host = [bundle for bundle in reserved if bundle.node_id == name]
-            cpus, gpus = HOST_CPUS - sum(b.cpus for b in on_host), simulation.gpus - sum(b.gpus for b in on_host)
-            out.append(ClusterNode(name, name, HOST_CPUS, simulation.gpus, cpus, gpus, is_local=host is local_host))
+            cpus = HOST_CPUS - sum(b.cpus for b in on_host)
+            gpus = simulation.gpus - sum(b.gpus for b in on_host)
+            out.append(
+                ClusterNode(
+                    name, name, HOST_CPUS, simulation.gpus, cpus, gpus, is_local=host is local_host
+                )
+            )
     return out
 
 
 def find_bundle_host(
     simulation: Simulation, reserved_bundle: tuple[Reservation, int]
 ) -> tuple[SimulatedHost | None, bool]:
-    """Return the host of a bundle, or None if it is lost, and whether the bundle is bound to that host."""
+    """Return the host of a bundle, or None if it is lost, and whether the bundle is
+    bound to that host."""
     reservation, index = reserved_bundle
     assert isinstance(reservation, SimulatedReservation)
     bundle = reservation.bundles[index]
@@ -96,10 +111,12 @@ def find_bundle_host(
     return (None if host.is_lost else host), not bundle.can_move
 
 
-# Simulated actors: each is a process on a host. Every call takes a while to arrive, and so does its answer.
+# Simulated actors: each is a process on a host. Every call takes a while to arrive, and so
+# does its answer.
 #
-# As on a Ray cluster, calls to an actor that starts for the first time wait for it, and calls to one that restarts fail. If a
-# process ends before it answers, the caller notices only some time later. An actor ends with the process that spawned it.
+# As on a Ray cluster, calls to an actor that starts for the first time wait for it, and calls to
+# one that restarts fail. If a process ends before it answers, the caller notices only some time
+# later. An actor ends with the process that spawned it.
 
 
 DEFAULT_OPTIONS = ActorOptions()
@@ -115,13 +132,23 @@ class ActorCall:
     __slots__ = ("answer", "args", "caller", "context", "kwargs", "method", "task")
 
     def __init__(
-        self, caller: HostProcess, answer: VirtualFuture, method: str, args: Any, kwargs: Any, context: Context
+        self,
+        caller: HostProcess,
+        answer: VirtualFuture,
+        method: str,
+        args: Any,
+        kwargs: Any,
+        context: Context,
     ):
-        self.caller, self.answer, self.context = caller, answer, context
-        self.method, self.args, self.kwargs = method, args, kwargs
+        self.caller = caller
+        self.answer = answer
+        self.context = context
+        self.method = method
+        self.args = args
+        self.kwargs = kwargs
         self.task: VirtualTask | None = None
-        """Task that serves the call. The reference keeps it alive, as Ray does: the loop alone does not protect a task
-        that waits for ever from the garbage collector."""
+        """Task that serves the call. The reference keeps it alive, as Ray does: the loop alone does
+        not protect a task that waits for ever from the garbage collector."""
 
 
 class SimulatedActorRef:
@@ -130,7 +157,8 @@ class SimulatedActorRef:
     passes_between_processes = True
 
     def __init__(self, name: str, actor: SimulatedActor):
-        self.name, self.actor = name, actor
+        self.name = name
+        self.actor = actor
 
     def __repr__(self) -> str:
         return f"SimulatedRef({self.name!r})"
@@ -138,7 +166,9 @@ class SimulatedActorRef:
     def __reduce__(self) -> tuple[Callable[[int], SimulatedActorRef], tuple[int]]:
         return _unpickle_ref, (self.actor.number,)
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    async def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
         caller = CURRENT_PROCESS.get()
         if not isinstance(caller, HostProcess):
             raise RuntimeError(f"{self.name}.{method} is called outside every process")
@@ -146,7 +176,9 @@ class SimulatedActorRef:
         loop = caller.simulation.loop
         answer = loop.create_future()
         self.actor.send_call(
-            ActorCall(caller, answer, method, copy_as_sent(args), copy_as_sent(kwargs), caller.context)
+            ActorCall(
+                caller, answer, method, copy_as_sent(args), copy_as_sent(kwargs), caller.context
+            )
         )
         if timeout is None:
             return await answer
@@ -180,8 +212,8 @@ def _unpickle_ref(number: int) -> SimulatedActorRef:
 
 
 class SimulatedActor:
-    """An actor through all its processes. `process` is None until one can be placed, while the actor waits for its
-    restart, and when it is lost for good."""
+    """An actor through all its processes. `process` is None until one can be placed, while the
+    actor waits for its restart, and when it is lost for good."""
 
     def __init__(
         self,
@@ -192,8 +224,12 @@ class SimulatedActor:
         name: str,
         placement: ActorOptions,
     ):
-        self.simulation, self.spawner, self.actor_class, self.args = simulation, spawner, actor_class, args
-        self.name, self.placement = name, placement
+        self.simulation = simulation
+        self.spawner = spawner
+        self.actor_class = actor_class
+        self.args = args
+        self.name = name
+        self.placement = placement
         self.number = len(simulation.actors)
         self.process: HostProcess | None = None
         self.instance: Any = None
@@ -202,13 +238,14 @@ class SimulatedActor:
         self.lost_reason = ""
         """Reason why the actor is lost for good; "" if it is not."""
         self._open_calls: dict[ActorCall, None] = {}
-        """Calls on their way to the current process, which may still be starting, or being served by it."""
+        """Calls on their way to the current process, which may still be starting, or
+        being served by it."""
         self._queued_calls: deque[ActorCall] = deque()
         """Calls that have arrived and are not being served yet."""
         self._serving_count = 0
         self._max_concurrency = placement.max_concurrency or DEFAULT_CONCURRENCY
 
-    # -- starting and ending -----------------------------------------------------------------------------------------
+    # -- starting and ending -----------------------------------------------------------------------
 
     def start_process(self) -> None:
         """Begin a process for the actor, or try again later if no host is there."""
@@ -216,7 +253,9 @@ class SimulatedActor:
             return
         host = self.simulation.place_actor(self)
         if host is None:  # there may be one later
-            self.simulation.loop.call_later(PLACE_RETRY_SECONDS, self.start_process, context=Context())
+            self.simulation.loop.call_later(
+                PLACE_RETRY_SECONDS, self.start_process, context=Context()
+            )
             return
         self.start_count += 1
         self.process = process = self.simulation.begin_process(self.name, host, actor=self)
@@ -243,14 +282,22 @@ class SimulatedActor:
             self._serve_queued()
 
     def on_process_end(self, reason: str) -> None:
-        """Lose the open calls, and restart the actor if it may. Called by `Simulation.end_process`."""
-        calls, self._open_calls = self._open_calls, {}
+        """Lose the open calls, and restart the actor if it may. Called by
+        `Simulation.end_process`."""
+        calls = self._open_calls
+        self._open_calls = {}
         self._queued_calls.clear()
-        self.process, self.instance, self._serving_count = None, None, 0
+        self.process = None
+        self.instance = None
+        self._serving_count = 0
         for call in calls:
             self._send_actor_lost(call, reason)
         restarts_left = self.placement.max_restarts - self.start_count + 1
-        if not self.lost_reason and (restarts_left > 0 or self.placement.max_restarts < 0) and not self.spawner.ended:
+        if (
+            not self.lost_reason
+            and (restarts_left > 0 or self.placement.max_restarts < 0)
+            and not self.spawner.ended
+        ):
             after = draw_seconds(self.simulation.delays.restart, self.spawner.rng_for("restarts"))
             self.simulation.loop.call_later(after, self.start_process, context=Context())
         elif not self.lost_reason:
@@ -265,11 +312,13 @@ class SimulatedActor:
     def _mark_lost(self, reason: str) -> None:
         self.lost_reason = self.lost_reason or reason
 
-    # -- calls -------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def send_call(self, call: ActorCall) -> None:
         """Send a call to the actor's process. The calls of one caller arrive in order."""
-        simulation, caller, process = self.simulation, call.caller, self.process
+        simulation = self.simulation
+        caller = call.caller
+        process = self.process
         simulation.log.log_detail(f"{caller.name} calls {self.name}.{call.method}")
         now = simulation.loop.now
         if process is None:
@@ -305,7 +354,10 @@ class SimulatedActor:
         process = self.process
         assert process is not None
         try:
-            args = [process.world.actors.get(arg) if type(arg) is SharedValue else arg for arg in call.args]
+            args = [
+                process.world.actors.get(arg) if type(arg) is SharedValue else arg
+                for arg in call.args
+            ]
             result = getattr(self.instance, call.method)(*args, **call.kwargs)
         except Exception as error:
             self._send_answer(process, call, _fail_answer, copy_error_as_sent(error))
@@ -313,7 +365,9 @@ class SimulatedActor:
         if type(result) is CoroutineType:
             self._serving_count += 1
             call.task = self.simulation.loop.create_task(
-                self._finish_call(process, call, result), name=call.method, context=process.context.copy()
+                self._finish_call(process, call, result),
+                name=call.method,
+                context=process.context.copy(),
             )
         else:
             self._send_answer(process, call, _resolve_answer, copy_as_sent(result))
@@ -324,7 +378,12 @@ class SimulatedActor:
         try:
             result = copy_as_sent(await answering)
         except asyncio.CancelledError:
-            self._send_answer(process, call, _fail_answer, RuntimeError(f"{self.name}.{call.method} was cancelled"))
+            self._send_answer(
+                process,
+                call,
+                _fail_answer,
+                RuntimeError(f"{self.name}.{call.method} was cancelled"),
+            )
         except Exception as error:
             self._send_answer(process, call, _fail_answer, copy_error_as_sent(error))
         else:
@@ -334,21 +393,29 @@ class SimulatedActor:
             self._serve_queued()
 
     def _send_answer(
-        self, process: HostProcess, call: ActorCall, settle: Callable[[VirtualFuture, Any], None], value: Any
+        self,
+        process: HostProcess,
+        call: ActorCall,
+        settle: Callable[[VirtualFuture, Any], None],
+        value: Any,
     ) -> None:
         if process.ended or call not in self._open_calls:
             return
         del self._open_calls[call]
-        simulation, caller = self.simulation, call.caller
+        simulation = self.simulation
+        caller = call.caller
         simulation.log.log_detail(f"{self.name} answers {caller.name} {call.method}")
         after = simulation.call_delay(process.host, caller.host, process.rng_for("calls"))
         simulation.loop.call_later(after, settle, call.answer, value, context=caller.context)
 
     def _send_actor_lost(self, call: ActorCall, reason: str) -> None:
-        """Fail the call with `ActorLostError` after a delay, when its caller notices that no answer will come."""
+        """Fail the call with `ActorLostError` after a delay, when its caller notices that no
+        answer will come."""
         after = draw_seconds(self.simulation.delays.notice, call.caller.rng_for("notices"))
         error = ActorLostError(f"{self.name}: {reason}")
-        self.simulation.loop.call_later(after, _fail_answer, call.answer, error, context=call.caller.context)
+        self.simulation.loop.call_later(
+            after, _fail_answer, call.answer, error, context=call.caller.context
+        )
 
 
 class SharedValue:
@@ -357,7 +424,9 @@ class SharedValue:
     passes_between_processes = True
 
     def __init__(self, owner: HostProcess, value: Any):
-        self.owner, self.value, self.number = owner, value, len(owner.simulation.shared_values)
+        self.owner = owner
+        self.value = value
+        self.number = len(owner.simulation.shared_values)
         owner.simulation.shared_values.append(self)
 
     def __reduce__(self) -> tuple[Callable[[int], SharedValue], tuple[int]]:
@@ -371,7 +440,8 @@ def _unpickle_shared_value(number: int) -> SharedValue:
 
 
 class SimulatedActors:
-    """An implementation of `world.Actors` without `begin_call` and `wait_for_call`, which are for blocking threads."""
+    """An implementation of `world.Actors` without `begin_call` and `wait_for_call`, which are for
+    blocking threads."""
 
     def __init__(self, process: HostProcess):
         self._process = process
@@ -387,7 +457,8 @@ class SimulatedActors:
     def reserve_bundles(
         self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
     ) -> SimulatedReservation:
-        """Implement `Actors.reserve_bundles`. A simulated process cannot block: what is not free at once is refused."""
+        """Implement `Actors.reserve_bundles`. A simulated process cannot block: what is not free at
+        once is refused."""
         self._process.raise_if_ended()
         return SimulatedReservation(self._process, plan(self.list_nodes()))
 
@@ -398,11 +469,17 @@ class SimulatedActors:
         return self._process.host.name
 
     def spawn_actor(
-        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS
+        self,
+        actor_class: type,
+        *args: Any,
+        name: str,
+        actor_options: ActorOptions = DEFAULT_OPTIONS,
     ) -> SimulatedActorRef:
         process = self._process
         process.raise_if_ended()
-        actor = SimulatedActor(process.simulation, process, actor_class, copy_as_sent(args), name, actor_options)
+        actor = SimulatedActor(
+            process.simulation, process, actor_class, copy_as_sent(args), name, actor_options
+        )
         process.simulation.actors.append(actor)
         process.spawned_actors.append(actor)
         actor.start_process()
@@ -434,11 +511,19 @@ class SimulatedActors:
             raise ActorLostError(f"{reference.owner.name}: it ended, and what it shared with it")
         return copy_as_sent(reference.value)
 
-    def begin_call(self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any) -> Any:
-        raise NotImplementedError("calls of a thread that blocks are not simulated: it awaits `ActorRef.call`")
+    def begin_call(
+        self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any
+    ) -> Any:
+        raise NotImplementedError(
+            "calls of a thread that blocks are not simulated: it awaits `ActorRef.call`"
+        )
 
-    def wait_for_call(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
-        raise NotImplementedError("a simulated process cannot block until a call has ended: it awaits `ActorRef.call`")
+    def wait_for_call(
+        self, calls: Sequence[Any], timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        raise NotImplementedError(
+            "a simulated process cannot block until a call has ended: it awaits `ActorRef.call`"
+        )
 
     def leave_cluster(self) -> None:
         """End the cluster that `join_cluster` started, and all actors that this process spawned."""
@@ -456,17 +541,23 @@ IMMUTABLE_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def copy_as_sent(value: Any) -> Any:
-    """Return a copy of a value, as it would arrive in another process. Raises what pickling raises."""
+    """Return a copy of a value, as it would arrive in another process. Raises what
+    pickling raises."""
     kind = type(value)
     if kind in IMMUTABLE_TYPES:
         return value
     if kind is dict:  # its keys are hashable, so they do not change
-        return {key: item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item) for key, item in value.items()}
+        return {
+            key: item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item)
+            for key, item in value.items()
+        }
     if kind is list:
         return [item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item) for item in value]
     if kind is tuple:
         return (
-            tuple([item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item) for item in value]) if value else value
+            tuple([item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item) for item in value])
+            if value
+            else value
         )
     if kind is np.ndarray and value.dtype != object:
         return value.copy()
@@ -476,7 +567,8 @@ def copy_as_sent(value: Any) -> Any:
 
 
 def copy_error_as_sent(error: Exception) -> Exception:
-    """Return an exception as its caller receives it: as a `RuntimeError` with its message if it cannot be pickled."""
+    """Return an exception as its caller receives it: as a `RuntimeError` with its message if it
+    cannot be pickled."""
     try:
         arrived = copy_as_sent(error)
     except Exception:

@@ -1,4 +1,5 @@
-"""Runner of `python -m dev simulate`: small runs of the whole system with faults, one per seed, until one fails."""
+"""Runner of `python -m dev simulate`: small runs of the whole system with faults, one per seed,
+until one fails."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def simulate_command(
     json: bool,
     print_line: PrintLine = print,
 ) -> int:
-    """Run the simulations, and describe the first that fails. Returns the exit status: 0 if every run kept every
-    invariant, or, with a mutant, if one did not."""
+    """Run the simulations, and describe the first that fails. Returns the exit status: 0 if every
+    run kept every invariant, or, with a mutant, if one did not."""
     if mutant and mutant not in MUTANTS:
         raise ConfigError(f"--mutant {mutant!r} must be one of {', '.join(sorted(MUTANTS))}")
     if case is not None:
@@ -70,11 +71,15 @@ def simulate_command(
     return int((failed is None) if mutant else (failed is not None))
 
 
-def _run_one_case(case: SimulationCase, trace: Path | None, json: bool, print_line: PrintLine) -> int:
+def _run_one_case(
+    case: SimulationCase, trace: Path | None, json: bool, print_line: PrintLine
+) -> int:
     """Run one case, and print what happened. Returns the exit status."""
     with quiet_logs(), tiny_model_directory():
         result, simulated = run_case(case)
-    verdict = f"{result.violated}: {result.reason}" if result.violated else "every invariant was kept"
+    verdict = (
+        f"{result.violated}: {result.reason}" if result.violated else "every invariant was kept"
+    )
     print_line(write_story(case, simulated.history, verdict, last=STORY_LINES))
     if trace is not None:
         write_trace(trace, simulated.spans, simulated.history, START_TIME)
@@ -88,7 +93,8 @@ def _show_progress(results: list[SimulationResult], seeds: int, began: float) ->
     if sys.stderr.isatty():
         virtual = sum(result.virtual_seconds for result in results) / 60
         sys.stderr.write(
-            f"\r{len(results)} of {seeds} seeds, {virtual:.0f} virtual minutes, {time.perf_counter() - began:.0f} s"
+            f"\r{len(results)} of {seeds} seeds, {virtual:.0f} virtual minutes, "
+            f"{time.perf_counter() - began:.0f} s"
         )
         sys.stderr.write("\n" if len(results) == seeds or results[-1].violated else "")
         sys.stderr.flush()
@@ -103,23 +109,29 @@ def summarize_results(results: list[SimulationResult], seconds: float) -> str:
         gave_up.update(reason.split(":")[0] for reason in result.gave_up)
     virtual = sum(result.virtual_seconds for result in results)
     lines = [
-        f"{len(results)} runs, {virtual / 60:.0f} virtual minutes, in {seconds:.0f} s: {sum(r.steps for r in results)} steps, "
-        f"{sum(r.lineages for r in results)} starts, {sum(r.events for r in results)} events",
-        f"{faults.total()} faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
+        f"{len(results)} runs, {virtual / 60:.0f} virtual minutes, in {seconds:.0f} s: "
+        f"{sum(r.steps for r in results)} steps, {sum(r.lineages for r in results)} starts, "
+        f"{sum(r.events for r in results)} events",
+        f"{faults.total()} faults: "
+        + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
     ]
     durations = [result.virtual_seconds for result in results if not result.violated]
     if durations:
         lines.append(
-            f"the shortest run took {min(durations) / 60:.1f} virtual minutes, the longest {max(durations) / 60:.1f}"
+            f"the shortest run took {min(durations) / 60:.1f} virtual minutes, the longest "
+            f"{max(durations) / 60:.1f}"
         )
     if gave_up:
         lines.append(
-            "the command failed, and was given again: " + ", ".join(f"{k} {n}" for k, n in gave_up.most_common())
+            "the command failed, and was given again: "
+            + ", ".join(f"{k} {n}" for k, n in gave_up.most_common())
         )
     return "\n".join(lines)
 
 
-def _summary_object(results: list[SimulationResult], failed: SimulationResult | None, mutant: str) -> dict[str, Any]:
+def _summary_object(
+    results: list[SimulationResult], failed: SimulationResult | None, mutant: str
+) -> dict[str, Any]:
     faults: Counter[str] = Counter()
     for result in results:
         faults.update(result.faults)

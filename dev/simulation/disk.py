@@ -1,4 +1,5 @@
-"""A simulated disk in memory: its files, what a power failure leaves of them, and faults of its operations."""
+"""A simulated disk in memory: its files, what a power failure leaves of them, and faults
+of its operations."""
 
 from __future__ import annotations
 
@@ -34,19 +35,24 @@ SECTOR_BYTES = 512
 
 
 class FileNode:
-    """A file's content. Its first `_synced_bytes` bytes are synced. The synced content continues with
-    `_truncated_tail`, which was truncated since."""
+    """A file's content. Its first `_synced_bytes` bytes are synced. The synced content continues
+    with `_truncated_tail`, which was truncated since."""
 
     def __init__(self, mode: int = 0o644):
         self.data = bytearray()
-        self.mode, self.modified, self.is_linked = mode, 0, True
+        self.mode = mode
+        self.modified = 0
+        self.is_linked = True
         self.locks: dict[object, bool] = {}
         """Locks by open file, each True if it is shared."""
-        self._synced_bytes, self._truncated_tail = 0, b""
+        self._synced_bytes = 0
+        self._truncated_tail = b""
 
     def truncate(self, size: int) -> None:
         if size < self._synced_bytes:
-            self._truncated_tail = bytes(self.data[size : self._synced_bytes]) + self._truncated_tail
+            self._truncated_tail = (
+                bytes(self.data[size : self._synced_bytes]) + self._truncated_tail
+            )
             self._synced_bytes = size
         if size <= len(self.data):
             del self.data[size:]
@@ -54,10 +60,12 @@ class FileNode:
             self.data.extend(bytes(size - len(self.data)))
 
     def mark_synced(self) -> None:
-        self._synced_bytes, self._truncated_tail = len(self.data), b""
+        self._synced_bytes = len(self.data)
+        self._truncated_tail = b""
 
     def lose_unsynced(self, rng: Random) -> None:
-        """Lose power: unsynced content is lost, kept, or kept in part, with blocks of zeros or of random bytes."""
+        """Lose power: unsynced content is lost, kept, or kept in part, with blocks of zeros or
+        of random bytes."""
         if len(self.data) > self._synced_bytes or self._truncated_tail:
             match rng.choice(("lost", "there", "in part", "in part")):
                 case "lost":
@@ -73,7 +81,9 @@ class FileNode:
         while start < len(self.data):
             end = min(start - start % SECTOR_BYTES + SECTOR_BYTES, len(self.data))
             if rng.random() < 0.2:
-                self.data[start:end] = bytes(end - start) if rng.random() < 0.7 else rng.randbytes(end - start)
+                self.data[start:end] = (
+                    bytes(end - start) if rng.random() < 0.7 else rng.randbytes(end - start)
+                )
             start = end
 
 
@@ -90,7 +100,8 @@ TreeNode = FileNode | DirectoryNode
 
 
 class EntryChange(NamedTuple):
-    """A change of a name in a directory, which stands for `node` from now on; None for a name that is removed."""
+    """A change of a name in a directory, which stands for `node` from now on; None for a name
+    that is removed."""
 
     directory: DirectoryNode
     name: str
@@ -106,7 +117,8 @@ class EntryChange(NamedTuple):
 class FileTree:
     """The tree of paths of a disk, and the unsynced changes of names, in their order.
 
-    A change reaches the disk whole or not at all. A power failure leaves the first few changes in each directory.
+    A change reaches the disk whole or not at all. A power failure leaves the first few changes
+    in each directory.
     """
 
     def __init__(self) -> None:
@@ -116,7 +128,8 @@ class FileTree:
         self._changes: list[tuple[EntryChange, ...]] = []
 
     def find_node(self, path: Path) -> TreeNode:
-        """Return the file or directory at a path. Raises `FileNotFoundError` and `NotADirectoryError`."""
+        """Return the file or directory at a path. Raises `FileNotFoundError` and
+        `NotADirectoryError`."""
         node: TreeNode = self.root
         for name in _path_names(path):
             if isinstance(node, FileNode):
@@ -127,7 +140,8 @@ class FileTree:
         return node
 
     def find_parent(self, path: Path) -> tuple[DirectoryNode, str]:
-        """Return the directory that contains `path`, and the name in it; "" for the root. Raises like `find_node`."""
+        """Return the directory that contains `path`, and the name in it; "" for the root. Raises
+        like `find_node`."""
         names = _path_names(path)
         parent = self.find_node(path.parent) if names else self.root
         if isinstance(parent, FileNode):
@@ -141,8 +155,11 @@ class FileTree:
         self._changes.append(entries)
 
     def sync_names(self, directory: DirectoryNode) -> None:
-        """Sync the changes of a directory's names, and the earlier changes of other directories that belong to them."""
-        with_it, synced, unsynced = {directory}, [], []
+        """Sync the changes of a directory's names, and the earlier changes of other directories
+        that belong to them."""
+        with_it = {directory}
+        synced = []
+        unsynced = []
         for change in reversed(self._changes):
             if any(entry.directory in with_it for entry in change):
                 with_it.update(entry.directory for entry in change)
@@ -170,7 +187,10 @@ class FileTree:
         for change in self._changes:
             for directory in dict.fromkeys(entry.directory for entry in change):
                 counts[directory] = counts.get(directory, 0) + 1
-        kept_counts = {directory: rng.choice((0, count, rng.randint(0, count))) for directory, count in counts.items()}
+        kept_counts = {
+            directory: rng.choice((0, count, rng.randint(0, count)))
+            for directory, count in counts.items()
+        }
         for change in self._changes:
             directories = dict.fromkeys(entry.directory for entry in change)
             if all(kept_counts[directory] for directory in directories):
@@ -218,7 +238,8 @@ READ_OPERATIONS = frozenset({"open", "size", "read", "map", "stat", "list", "fre
 GROW_OPERATIONS = frozenset({"create", "append", "make"})
 WRITE_OPERATIONS = GROW_OPERATIONS | {"truncate", "sync", "rename", "remove", "sync_directory"}
 OPEN_OPERATIONS = frozenset({"open", "create", "list", "sync_directory"})
-"""Names of operations, as passed to `refuse_operations` and `on_operation`. `create` is an `open` of a new file."""
+"""Names of operations, as passed to `refuse_operations` and `on_operation`. `create` is an
+`open` of a new file."""
 
 
 class DiskProcess(Protocol):
@@ -248,16 +269,21 @@ class SimulatedDisk:
     """
 
     def __init__(self, rng: Random, *, total_bytes: int = 2**50):
-        self.rng, self.total_bytes = rng, total_bytes
-        self.latency, self.bytes_per_second = 0.0, math.inf
-        """Speed of operations: seconds for each operation, and bytes per second that it reads or writes."""
+        self.rng = rng
+        self.total_bytes = total_bytes
+        self.latency = 0.0
+        self.bytes_per_second = math.inf
+        """Speed of operations: seconds for each operation, and bytes per second that it
+        reads or writes."""
         self.short_write_rate = 0.0
         """Probability that an append writes only a part and fails."""
         self.next_write_short = False
         """True if the next append writes only a part and fails."""
-        self.on_operation: Callable[[DiskProcess, str, Path], object] = lambda process, operation, path: None
-        """Callback before each operation. It may end the process, or fail the host's power; then a part of what was to
-        be appended may be there."""
+        self.on_operation: Callable[[DiskProcess, str, Path], object] = (
+            lambda process, operation, path: None
+        )
+        """Callback before each operation. It may end the process, or fail the host's power; then a
+        part of what was to be appended may be there."""
         self.power_failures = 0
         self._modified = 0
         self._tree = FileTree()
@@ -272,10 +298,14 @@ class SimulatedDisk:
         """Return the disk as one process sees it, until the process ends."""
         return SimulatedFiles(self, self._tree, process)
 
-    def refuse_operations(self, path: Path, error_number: int, operations: Collection[str] | None = None) -> None:
-        """Let these operations on `path`, and on everything below it, fail with `error_number` from now on.
+    def refuse_operations(
+        self, path: Path, error_number: int, operations: Collection[str] | None = None
+    ) -> None:
+        """Let these operations on `path`, and on everything below it, fail with
+        `error_number` from now on.
 
-        By default these are the operations that need space, for `ENOSPC` and `EDQUOT`, and otherwise all that write.
+        By default these are the operations that need space, for `ENOSPC` and `EDQUOT`, and
+        otherwise all that write.
         """
         full = error_number in (errno.ENOSPC, errno.EDQUOT)
         self._refused_operations[str(path)] = (
@@ -288,7 +318,8 @@ class SimulatedDisk:
         self._refused_operations.pop(str(path), None)
 
     def lose_power(self) -> None:
-        """Lose what is not synced, in whole or in part. The caller must end the host's processes."""
+        """Lose what is not synced, in whole or in part. The caller must end the
+        host's processes."""
         self.power_failures += 1
         self._tree.lose_unsynced(self.rng)
 
@@ -296,17 +327,21 @@ class SimulatedDisk:
         """Sync everything that was written, as an operating system does from time to time."""
         self._tree.write_back()
 
-    # -- for its files ---------------------------------------------------------------------------------------------------
+    # -- for its files -----------------------------------------------------------------------------
 
-    def begin_operation(self, process: DiskProcess, operation: str, path: Path, nbytes: int = 0) -> None:
-        """Begin an operation: count its time, and call `on_operation`. Raises `OSError` if the operation is refused."""
+    def begin_operation(
+        self, process: DiskProcess, operation: str, path: Path, nbytes: int = 0
+    ) -> None:
+        """Begin an operation: count its time, and call `on_operation`. Raises `OSError` if the
+        operation is refused."""
         process.raise_if_ended()
         process.disk_seconds += self.latency + nbytes / self.bytes_per_second
         self.on_operation(process, operation, path)
         process.raise_if_ended()
         if process.out_of_descriptors and operation in OPEN_OPERATIONS:
             raise os_error(errno.EMFILE, path)
-        if number := self.refusal_errno(operation, path):
+        number = self.refusal_errno(operation, path)
+        if number:
             raise os_error(number, path)
 
     def refusal_errno(self, operation: str, path: Path) -> int:
@@ -314,7 +349,9 @@ class SimulatedDisk:
         if self._refused_operations:
             text = str(path)
             for prefix, (number, operations) in self._refused_operations.items():
-                if operation in operations and (text == prefix or text.startswith(prefix.rstrip("/") + "/")):
+                if operation in operations and (
+                    text == prefix or text.startswith(prefix.rstrip("/") + "/")
+                ):
                     return number
         return 0
 
@@ -328,11 +365,17 @@ class SimulatedDisk:
         length = len(data)
         if process.ended or number:
             length = self.rng.choice((0, self.rng.randint(0, length)))
-        elif self.next_write_short or (self.short_write_rate and self.rng.random() < self.short_write_rate):
+        elif self.next_write_short or (
+            self.short_write_rate and self.rng.random() < self.short_write_rate
+        ):
             self.next_write_short = False
-            number, length = errno.EIO, self.rng.randint(0, length)
-        if node.is_linked and length > (free := max(0, self.total_bytes - self.used_bytes)):
-            number, length = number or errno.ENOSPC, free
+            number = errno.EIO
+            length = self.rng.randint(0, length)
+        if node.is_linked:
+            free = max(0, self.total_bytes - self.used_bytes)
+            if length > free:
+                number = number or errno.ENOSPC
+                length = free
         if failures == self.power_failures:
             node.data += data[:length]
             self.add_used_bytes(node, length)
@@ -359,7 +402,9 @@ class SimulatedFiles:
     """An implementation of `world.Files` for one process."""
 
     def __init__(self, disk: SimulatedDisk, tree: FileTree, process: DiskProcess):
-        self.disk, self.process, self._tree = disk, process, tree
+        self.disk = disk
+        self.process = process
+        self._tree = tree
         self.open_files: dict[SimulatedFile, None] = {}
         process.add_end_callback(self.close_all)
 
@@ -369,9 +414,13 @@ class SimulatedFiles:
             file.close_and_unlock()
         self.open_files.clear()
 
-    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> SimulatedFile:
+    def open(
+        self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644
+    ) -> SimulatedFile:
         writable = create or exclusive
-        self._begin_operation("create" if writable and self._find_node(path) is None else "open", path)
+        self._begin_operation(
+            "create" if writable and self._find_node(path) is None else "open", path
+        )
         parent, name = self._tree.find_parent(path)
         node = parent.names.get(name)
         if node is not None and exclusive:
@@ -411,14 +460,16 @@ class SimulatedFiles:
         self._change_entries(EntryChange(parent, name, DirectoryNode()))
 
     def make_private_directory(self, directory: Path) -> None:
-        """Create `directory` if it does not exist. There is only one user, so nothing is checked."""
+        """Create `directory` if it does not exist. There is only one user, so
+        nothing is checked."""
         with contextlib.suppress(FileExistsError):
             self.create_directory(directory, 0o700)
 
     def rename(self, path: Path, new_path: Path) -> None:
         self._begin_operation("rename", path)
         self._begin_operation("rename", new_path)
-        if (existing := self._find_node(new_path)) is not None and isinstance(existing, DirectoryNode):
+        existing = self._find_node(new_path)
+        if existing is not None and isinstance(existing, DirectoryNode):
             raise os_error(errno.EEXIST, new_path)
         parent, name = self._tree.find_parent(path)
         target, new_name = self._tree.find_parent(new_path)
@@ -503,8 +554,12 @@ class SimulatedFile:
     """An implementation of `world.File`."""
 
     def __init__(self, files: SimulatedFiles, node: FileNode, path: Path, is_writable: bool):
-        self._files, self._disk, self._node = files, files.disk, node
-        self._path, self._is_writable, self._is_open = path, is_writable, True
+        self._files = files
+        self._disk = files.disk
+        self._node = node
+        self._path = path
+        self._is_writable = is_writable
+        self._is_open = True
         files.open_files[self] = None
 
     def size(self) -> int:
@@ -545,8 +600,8 @@ class SimulatedFile:
         self._node.mark_synced()
 
     def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
-        """Implement `File.lock`. No other process runs while a call waits, so a lock that is held is still held after
-        the wait."""
+        """Implement `File.lock`. No other process runs while a call waits, so a lock that is held
+        is still held after the wait."""
         self._begin_operation("lock")
         locks = self._node.locks
         locks.pop(self, None)  # as `flock` does, even if the new lock is refused
@@ -581,9 +636,11 @@ class SimulatedFile:
         self._disk.begin_operation(self._files.process, operation, self._path, nbytes)
 
     def _check_open(self, write_errno: int) -> None:
-        """Raise `OSError` if the file is closed, or if it is open for reading only and `write_errno` is not 0.
+        """Raise `OSError` if the file is closed, or if it is open for reading only and
+        `write_errno` is not 0.
 
-        `write_errno` is the errno of a write to a file that is open for reading only; 0 for other operations.
+        `write_errno` is the errno of a write to a file that is open for reading only; 0 for
+        other operations.
         """
         self._files.process.raise_if_ended()
         if not self._is_open:

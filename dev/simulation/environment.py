@@ -1,6 +1,8 @@
-"""The environment of simulated episodes. Calls take a while, sometimes a long while, and rarely raise; none blocks.
+"""The environment of simulated episodes. Calls take a while, sometimes a long while, and rarely
+raise; none blocks.
 
-The environments of a generator run in a helper process beside it, which may end, hang or be late (`EnvironmentProcess`)."""
+The environments of a generator run in a helper process beside it, which may end, hang or be late
+(`EnvironmentProcess`)."""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from r3async.envs import Action, EnvironmentFailed, Message, StepResult
 
 
 class EnvironmentProcess:
-    """A process of environments, like those of `envs.pool`. When it ends, all its episodes fail, and another one
-    replaces it.
+    """A process of environments, like those of `envs.pool`. When it ends, all its episodes fail,
+    and another one replaces it.
 
     Attributes:
         hangs: True if the process does not answer any more.
@@ -26,12 +28,14 @@ class EnvironmentProcess:
     """
 
     def __init__(self) -> None:
-        self.hangs, self.late, self.lost = False, 0.0, ""
+        self.hangs = False
+        self.late = 0.0
+        self.lost = ""
         self._calls: dict[asyncio.Future[None], None] = {}
 
     async def do_work(self, seconds: float, limit: float) -> None:
-        """Work for `seconds`. Raises `EnvironmentFailed` if the process ends, or if the work takes longer than `limit`
-        seconds, after which the process is ended."""
+        """Work for `seconds`. Raises `EnvironmentFailed` if the process ends, or if the work takes
+        longer than `limit` seconds, after which the process is ended."""
         loop = asyncio.get_running_loop()
         if self.lost:
             raise EnvironmentFailed(self.lost)
@@ -63,7 +67,8 @@ _ENVIRONMENT_PROCESSES: WeakKeyDictionary[VirtualProcess, EnvironmentProcess] = 
 
 
 def environment_process_of(process: VirtualProcess) -> EnvironmentProcess:
-    """Return the process of environments beside a generator's process, or a new one if that was lost."""
+    """Return the process of environments beside a generator's process, or a new one
+    if that was lost."""
     found = _ENVIRONMENT_PROCESSES.get(process)
     if found is None or found.lost:
         found = _ENVIRONMENT_PROCESSES[process] = EnvironmentProcess()
@@ -95,15 +100,26 @@ class LetterTask:
         tasks: int = 0,
         limit: float = 60.0,
     ):
-        self._turns, self._seconds, self._tail, self._failing, self._share = turns, seconds, tail, failing, flat
-        self._left, self._answers, self._flat, self._limit = turns, "", False, limit
-        self._seed, self._helper = 0, EnvironmentProcess()
+        self._turns = turns
+        self._seconds = seconds
+        self._tail = tail
+        self._failing = failing
+        self._share = flat
+        self._left = turns
+        self._answers = ""
+        self._flat = False
+        self._limit = limit
+        self._seed = 0
+        self._helper = EnvironmentProcess()
         self.size = tasks or None
 
     async def reset(self, task_seed: int) -> list[Message]:
-        self._seed, self._left, self._answers = task_seed, self._turns, f"{task_seed}"
+        self._seed = task_seed
+        self._left = self._turns
+        self._answers = f"{task_seed}"
         self._flat = self._share > 0 and zlib.crc32(self._answers.encode()) % self._share == 0
-        if (process := CURRENT_PROCESS.get()) is not None:
+        process = CURRENT_PROCESS.get()
+        if process is not None:
             self._helper = environment_process_of(process)
         await self._do_work()
         return [Message("user", "".join(random.Random(task_seed).choices("abcdef", k=4)))]
@@ -114,13 +130,17 @@ class LetterTask:
         self._left -= 1
         if self._left:
             return StepResult(0.0, [Message("user", "more")])
-        return StepResult(1.0 if self._flat else zlib.crc32(self._answers.encode()) % 1000 / 1000, done=True)
+        return StepResult(
+            1.0 if self._flat else zlib.crc32(self._answers.encode()) % 1000 / 1000, done=True
+        )
 
     async def _do_work(self) -> None:
         rng = random.Random(f"{self._answers}/{asyncio.get_running_loop().time():.6f}")
         long = self._tail and rng.randrange(self._tail) == 0
         try:
-            await self._helper.do_work(rng.uniform(0, self._seconds) * (10 if long else 1), self._limit)
+            await self._helper.do_work(
+                rng.uniform(0, self._seconds) * (10 if long else 1), self._limit
+            )
             if self._failing and rng.randrange(self._failing) == 0:
                 raise RuntimeError("this errand failed, on purpose")
         except Exception:

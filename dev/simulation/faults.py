@@ -1,6 +1,7 @@
 """The schedule of faults of a simulated run, as plain data, drawn from a seed.
 
-The last fault is over well before the run could end, so that one can judge whether the run makes progress again.
+The last fault is over well before the run could end, so that one can judge whether the run
+makes progress again.
 """
 
 from __future__ import annotations
@@ -55,49 +56,52 @@ FaultKind = Literal[
 class PlannedFault(msgspec.Struct, frozen=True, omit_defaults=True):
     """A fault that begins at `at` and lasts for `seconds`, both in seconds of virtual time.
 
-    `cut`             nothing passes between generator `target` and the learner, and connections are lost
-    `half_open`       nothing sent from `target` over the current connections arrives, and nobody notices
-    `stall`           nothing passes between generator `target` and the learner; afterwards everything arrives
-    `delay`           messages take up to `amount` seconds longer, drawn for each, so that peers overtake each other
-    `damage`          a fraction `amount` of the messages arrives with a flipped bit
-    `damage_weights`  a fraction `amount` of the chunks of weights sent to generator `target` arrives with a flipped bit
-    `mute`            nothing passes between generator `target` and the others, so that none gets weights from it
-    `memory_full`     the memory of host `target`, where weights are, is full (ENOSPC)
-    `disk_full`       the disk is full (ENOSPC)
-    `disk_error`      every write to the disk fails (EIO)
-    `short_write`     a fraction `amount` of the appends fails half-way
-    `short_put`       the `amount`th write of a trajectory to the spool, counted from `at`, fails half-way
-    `slow_disk`       each operation on files takes `amount` seconds
-    `no_descriptors`  the process `target` can open no file and no connection (EMFILE), and accepts none; its existing
+    `cut` nothing passes between generator `target` and the learner, and connections are lost
+    `half_open` nothing sent from `target` over the current connections arrives, and nobody notices
+    `stall` nothing passes between generator `target` and the learner; afterwards everything arrives
+    `delay` messages take up to `amount` seconds longer, drawn for each, so that peers overtake each
+    other `damage` a fraction `amount` of the messages arrives with a flipped bit `damage_weights` a
+    fraction `amount` of the chunks of weights sent to generator `target` arrives with a flipped bit
+    `mute` nothing passes between generator `target` and the others, so that none gets weights from
+    it `memory_full` the memory of host `target`, where weights are, is full (ENOSPC) `disk_full`
+    the disk is full (ENOSPC) `disk_error` every write to the disk fails (EIO) `short_write` a
+    fraction `amount` of the appends fails half-way `short_put` the `amount`th write of a trajectory
+    to the spool, counted from `at`, fails half-way `slow_disk` each operation on files takes
+    `amount` seconds `no_descriptors` the process `target` can open no file and no connection
+    (EMFILE), and accepts none; its existing
                       connections are cut
-    `power`           host `target` is lost with all its processes, and is back after `seconds`; if it has the disk, all
+    `power` host `target` is lost with all its processes, and is back after `seconds`; if it
+    has the disk, all
                       hosts are lost, and what was not synced is lost, or torn
-    `power_writing`   like `power`, during the `amount`th operation after `at` that changes the disk
-    `kill`            the process `target` ends
-    `kill_writing`    the process ends during its `amount`th operation after `at` that changes the disk
-    `kill_again`      the process ends, and once more `amount` seconds after the next start began to train, if that is
+    `power_writing` like `power`, during the `amount`th operation after `at` that changes the disk
+    `kill` the process `target` ends `kill_writing` the process ends during its `amount`th operation
+    after `at` that changes the disk `kill_again` the process ends, and once more `amount` seconds
+    after the next start began to train, if that is
                       within `seconds`
-    `kill_unsaved`    the process ends `amount` seconds after the learner, later than `at`, acknowledges a trajectory
+    `kill_unsaved` the process ends `amount` seconds after the learner, later than `at`,
+    acknowledges a trajectory
                       that the next start has to refuse
-    `kill_unsynced`   the process ends when a trajectory is written to the spool and not synced yet; `amount` seconds
+    `kill_unsynced` the process ends when a trajectory is written to the spool and not synced yet;
+    `amount` seconds
                       after the next start has begun, the power of the host with the disk fails for 1 s
-    `kill_waiting`    the generator `target` ends, later than `at`, `amount` seconds after the conductor had nothing to lease
+    `kill_waiting` the generator `target` ends, later than `at`, `amount` seconds after the
+    conductor had nothing to lease
                       it, while it plays: its next call waits there
-    `kill_calling`    when generator `target` is leased something, later than `at`, its calls are held up; it ends after
+    `kill_calling` when generator `target` is leased something, later than `at`, its calls are held
+    up; it ends after
                       `amount` seconds, and the calls arrive when its next process plays
-    `kill_evaluated`  the process ends `amount` seconds after the result of an evaluation is stored, later than `at`, of a
+    `kill_evaluated` the process ends `amount` seconds after the result of an evaluation is stored,
+    later than `at`, of a
                       step after the newest checkpoint
-    `freeze`          the process is stopped (SIGSTOP), and continues after `seconds`
-    `silence`         like `freeze`, for a generator, and for longer than it may be silent
-    `slow_start`      processes that start take `amount` seconds longer
-    `failing_start`   a fraction `amount` of the processes that start ends at once
-    `engine_dies`     the engine of generator `target` ends, and the generator does not
-    `env_dies`        the process with the environments of generator `target` ends, with its episodes
-    `env_hangs`       that process does not answer any more, until it is ended for that
-    `env_late`        the answers of that process take `amount` seconds longer
-    `clock`           the wall clock of host `target` jumps by `amount` seconds
-    `stop`            the user stops the run, and starts it again when it has ended
-    `scale`           the user requests `amount` generators
+    `freeze` the process is stopped (SIGSTOP), and continues after `seconds` `silence` like
+    `freeze`, for a generator, and for longer than it may be silent `slow_start` processes that
+    start take `amount` seconds longer `failing_start` a fraction `amount` of the processes that
+    start ends at once `engine_dies` the engine of generator `target` ends, and the generator does
+    not `env_dies` the process with the environments of generator `target` ends, with its episodes
+    `env_hangs` that process does not answer any more, until it is ended for that `env_late` the
+    answers of that process take `amount` seconds longer `clock` the wall clock of host `target`
+    jumps by `amount` seconds `stop` the user stops the run, and starts it again when it has ended
+    `scale` the user requests `amount` generators
     """
 
     at: float
@@ -119,8 +123,8 @@ class PlannedFault(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _FaultDistribution(NamedTuple):
-    """The distribution of one kind of fault: its relative frequency, target, duration and amount. Seconds are for a
-    `stall_seconds` of 60, and are scaled with it."""
+    """The distribution of one kind of fault: its relative frequency, target, duration and amount.
+    Seconds are for a `stall_seconds` of 60, and are scaled with it."""
 
     weight: float
     target: Literal["generator", "peer", "role", "whole", "host", "disk", "none"]
@@ -178,8 +182,8 @@ ADDITIONAL_FAULTS: dict[str, tuple[float, tuple[FaultKind, ...]]] = {
     "evaluations": (0.4, ("kill_evaluated",)),
     "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
 }
-"""Faults that are drawn in addition to those with a weight, from separate random streams: the share of the runs that
-get one, and the kinds to choose from."""
+"""Faults that are drawn in addition to those with a weight, from separate random streams: the share
+of the runs that get one, and the kinds to choose from."""
 SCALED_SHARE = 0.3
 """Share of the runs whose number of generators changes."""
 MAX_GENERATORS = 5
@@ -190,14 +194,15 @@ LOADED_SECONDS = 8.0
 EARLY_SHARE = 0.15
 """Share of the faults that come before the run begins to play."""
 TOGETHER_SECONDS = (0.0, 0.0, 2.0, 30.0)
-"""Choices for the maximum seconds between a fault and the previous one, if it follows it closely."""
+"""Choices for the maximum seconds between a fault and the previous one, if it
+follows it closely."""
 
 
 def draw_faults(
     workload: SimulatedWorkload, kinds: Sequence[FaultKind] = tuple(FAULT_DISTRIBUTIONS)
 ) -> list[PlannedFault]:
-    """Draw the faults of a workload, in the order of their beginning. The result is the same for the same workload on
-    every machine. One run in twenty has no faults."""
+    """Draw the faults of a workload, in the order of their beginning. The result is the same for
+    the same workload on every machine. One run in twenty has no faults."""
     rng = random.Random(f"faults/{workload.seed}")
     if rng.randrange(20) == 0:
         return []
@@ -211,24 +216,33 @@ def draw_faults(
         kind = rng.choices(list(kinds), [FAULT_DISTRIBUTIONS[k].weight for k in kinds])[0]
         fault = _draw_fault(rng, kind, round(at, 3), workload)
         if kind == "kill_again":  # the run must not be over before the second kill
-            fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
+            fault = msgspec.structs.replace(
+                fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3)
+            )
         faults.append(fault)
     for use, (share, use_kinds) in ADDITIONAL_FAULTS.items():
         if use == "evaluations" and not workload.evaluate_every:
             continue
         use_rng = random.Random(f"{use}/{workload.seed}")
-        if use_rng.random() < share and (wanted := [kind for kind in use_kinds if kind in kinds]):
-            faults.append(
-                _draw_fault(use_rng, use_rng.choice(wanted), round(use_rng.uniform(loaded, last), 3), workload)
-            )
+        if use_rng.random() < share:
+            wanted = [kind for kind in use_kinds if kind in kinds]
+            if wanted:
+                faults.append(
+                    _draw_fault(
+                        use_rng,
+                        use_rng.choice(wanted),
+                        round(use_rng.uniform(loaded, last), 3),
+                        workload,
+                    )
+                )
     if "scale" in kinds:
         faults += _draw_scaling(workload, loaded, last)
     return sorted(faults, key=lambda fault: fault.at)
 
 
 def _draw_scaling(workload: SimulatedWorkload, loaded: float, last: float) -> list[PlannedFault]:
-    """Draw changes of the number of generators, from a separate random stream, so that this kind, which was added
-    later, does not change what a seed draws otherwise."""
+    """Draw changes of the number of generators, from a separate random stream, so that this kind,
+    which was added later, does not change what a seed draws otherwise."""
     rng = random.Random(f"scaling/{workload.seed}")
     if rng.random() >= SCALED_SHARE:
         return []
@@ -236,7 +250,9 @@ def _draw_scaling(workload: SimulatedWorkload, loaded: float, last: float) -> li
     return [PlannedFault(at, "scale", amount=rng.randint(1, MAX_GENERATORS)) for at in times]
 
 
-def _draw_fault(rng: random.Random, kind: FaultKind, at: float, workload: SimulatedWorkload) -> PlannedFault:
+def _draw_fault(
+    rng: random.Random, kind: FaultKind, at: float, workload: SimulatedWorkload
+) -> PlannedFault:
     shape = FAULT_DISTRIBUTIONS[kind]
     generators = [role for role in workload.process_names if role.startswith("generator-")]
     targets = {

@@ -1,7 +1,9 @@
-"""Events of a simulated run, as plain data in order of virtual time. They are observed at the `World` and nowhere else.
+"""Events of a simulated run, as plain data in order of virtual time. They are observed at the
+`World` and nowhere else.
 
-`dev.simulation.observe` makes them from calls between actors, frames on the wire, operations on files, and what the
-scripted learner is given to train. `invariants.InvariantChecker` judges them, and `story` prints them.
+`dev.simulation.observe` makes them from calls between actors, frames on the wire, operations on
+files, and what the scripted learner is given to train. `invariants.InvariantChecker` judges them,
+and `story` prints them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ class RolloutFacts(msgspec.Struct, frozen=True, array_like=True):
     """Facts about one rollout of an episode, as it was sent or trained.
 
     Attributes:
-        versions: Versions of the weights that sampled its trained tokens, ascending; empty for a placeholder.
+        versions: Versions of the weights that sampled its trained tokens, ascending; empty
+            for a placeholder.
         content: Checksum of everything that is trained.
         nbytes: Its size in memory in bytes.
-        wrong: Reason why its tokens cannot come from the weights, or have the routes, that it states; "" if they can.
+        wrong: Reason why its tokens cannot come from the weights, or have the routes, that it
+            states; "" if they can.
         task: Seed of its task.
         reward: Its reward; None if nothing was played.
     """
@@ -77,9 +81,11 @@ class GroupsLeased(RunEvent, frozen=True, tag="leased"):
     Attributes:
         leases: Leased groups with their episodes; may be empty.
         ended: True if the process that asked has ended and the conductor did not know.
-        versions: Oldest version of the weights allowed for each lease; if empty, the engine's newest version.
+        versions: Oldest version of the weights allowed for each lease; if empty, the
+            engine's newest version.
         free: Number of episodes that the generator could have begun; 0 if it has to leave.
-        outdated: True if the conductor knows that another process has taken the place of the one that asked.
+        outdated: True if the conductor knows that another process has taken the place of
+            the one that asked.
     """
 
     generator: str
@@ -118,7 +124,8 @@ class GeneratorStopped(RunEvent, frozen=True):
 
 
 class ParentAssigned(RunEvent, frozen=True, tag="placed"):
-    """The learner told a generator from which parent its host gets weights, which must be none of `avoid`."""
+    """The learner told a generator from which parent its host gets weights, which must be
+    none of `avoid`."""
 
     generator: str
     parent: str
@@ -132,8 +139,9 @@ class ParentRequested(RunEvent, frozen=True, tag="looked"):
 
 
 class VersionArrived(RunEvent, frozen=True, tag="arrived"):
-    """A fetched version got its final name on the host of a generator. `weights` is the key that identifies the weights
-    in the file; 0 if there are none. `files` is the number of versions that are then on the host."""
+    """A fetched version got its final name on the host of a generator. `weights` is the key that
+    identifies the weights in the file; 0 if there are none. `files` is the number of versions that
+    are then on the host."""
 
     generator: str
     version: int
@@ -142,8 +150,8 @@ class VersionArrived(RunEvent, frozen=True, tag="arrived"):
 
 
 class VersionFetched(RunEvent, frozen=True, tag="fetched"):
-    """A generator has the file of a version on its host, and uses it from now on. `file` is the host and name of the
-    file; empty for a file of the learner."""
+    """A generator has the file of a version on its host, and uses it from now on. `file` is the
+    host and name of the file; empty for a file of the learner."""
 
     generator: str
     file: str = ""
@@ -163,7 +171,8 @@ class PlayRequested(RunEvent, frozen=True, tag="plays"):
 
 
 class WeightsInstalled(RunEvent, frozen=True, tag="installed"):
-    """An engine has new weights. `weights` is the key that identifies those in its file; 0 if there are none."""
+    """An engine has new weights. `weights` is the key that identifies those in its file; 0
+    if there are none."""
 
     generator: str
     lineage: int
@@ -179,15 +188,16 @@ class TrajectorySent(RunEvent, frozen=True, tag="sent"):
 
 
 class EpisodeFailed(RunEvent, frozen=True, tag="failed"):
-    """The environment of an episode failed on a generator: it raised, or its process ended or was ended."""
+    """The environment of an episode failed on a generator: it raised, or its process
+    ended or was ended."""
 
     generator: str
     task: int
 
 
 class TrajectoriesDelivered(RunEvent, frozen=True, tag="delivered"):
-    """A message with these trajectories arrived at the learner. `current`: it belongs to its sender's newest
-    session."""
+    """A message with these trajectories arrived at the learner. `current`: it belongs to its
+    sender's newest session."""
 
     generator: str
     ids: tuple[str, ...]
@@ -202,7 +212,8 @@ class TrajectoriesAcknowledged(RunEvent, frozen=True, tag="acknowledged"):
 
 
 class TrajectoryRefused(RunEvent, frozen=True, tag="refused"):
-    """The learner refused a trajectory for good. Deliveries that were damaged in transit are not included."""
+    """The learner refused a trajectory for good. Deliveries that were damaged in transit
+    are not included."""
 
     generator: str
     trajectory_id: str
@@ -226,7 +237,8 @@ class StepBegan(RunEvent, frozen=True, tag="taken"):
 
 
 class StepTrained(RunEvent, frozen=True, tag="trained"):
-    """A step ended. `groups` has the trained trajectories by group; `updates` counts the updates of the weights."""
+    """A step ended. `groups` has the trained trajectories by group; `updates` counts the
+    updates of the weights."""
 
     lineage: int
     step: int
@@ -236,8 +248,8 @@ class StepTrained(RunEvent, frozen=True, tag="trained"):
 
 
 class WeightsPublished(RunEvent, frozen=True, tag="published"):
-    """The learner published weights, which engines may install. Its host then has `files` versions, of which the
-    conductor had said that engines read `used`."""
+    """The learner published weights, which engines may install. Its host then has `files` versions,
+    of which the conductor had said that engines read `used`."""
 
     lineage: int
     version: int
@@ -286,8 +298,8 @@ class EvaluationBegan(RunEvent, frozen=True, tag="evaluating"):
 
 
 class EvaluationEnded(RunEvent, frozen=True, tag="evaluated"):
-    """The result of the evaluation after step `step` is in its file. It covers `tasks`, sampled by weights from version
-    `oldest` to `newest`."""
+    """The result of the evaluation after step `step` is in its file. It covers `tasks`, sampled by
+    weights from version `oldest` to `newest`."""
 
     step: int
     tasks: tuple[int, ...]

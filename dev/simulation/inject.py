@@ -38,13 +38,19 @@ RUNS = Path("/runs")
 
 
 class FaultInjector:
-    """Injector of a schedule of faults, which is set up in the constructor. `injected_counts` counts the faults by kind.
+    """Injector of a schedule of faults, which is set up in the constructor. `injected_counts`
+    counts the faults by kind.
 
     Args:
         stop: Called when a fault has the user stop the run.
     """
 
-    def __init__(self, simulation: WatchedSimulation, faults: Sequence[PlannedFault], stop: Callable[[], None]):
+    def __init__(
+        self,
+        simulation: WatchedSimulation,
+        faults: Sequence[PlannedFault],
+        stop: Callable[[], None],
+    ):
         self._simulation = simulation
         self.injected_counts: Counter[str] = Counter()
         self._active: dict[str, list[PlannedFault]] = {}
@@ -52,19 +58,25 @@ class FaultInjector:
         self._scale_requests = 0
         self._traps: list[tuple[PlannedFault, Counter[str]]] = []
         self._second_kills: list[tuple[PlannedFault, int]] = []
-        """Faults whose process is killed once more when a lineage after the given one begins to train."""
+        """Faults whose process is killed once more when a lineage after the given one
+        begins to train."""
         self._unsaved_kills: list[PlannedFault] = []
-        """Faults whose process is killed when a trajectory is acknowledged that the next start has to refuse."""
+        """Faults whose process is killed when a trajectory is acknowledged that the next
+        start has to refuse."""
         self._unsynced_kills: list[PlannedFault] = []
-        """Faults for which a process is killed when the spool has a trajectory that is not synced."""
+        """Faults for which a process is killed when the spool has a trajectory
+        that is not synced."""
         self._waiting_kills: list[PlannedFault] = []
         """Faults whose generator is killed when a call of it waits for work."""
         self._calling_kills: list[PlannedFault] = []
-        """Faults whose generator is killed some time after it was leased something, with its calls held up."""
+        """Faults whose generator is killed some time after it was leased something, with
+        its calls held up."""
         self._evaluated_kills: list[PlannedFault] = []
-        """Faults whose process is killed when an evaluation is stored of a step that no checkpoint has."""
+        """Faults whose process is killed when an evaluation is stored of a step that
+        no checkpoint has."""
         self._held_processes: dict[str, HostProcess] = {}
-        """Processes whose calls are held up, by the name of the generator whose next process has to play first."""
+        """Processes whose calls are held up, by the name of the generator whose next process
+        has to play first."""
         self._power_failures: list[PlannedFault] = []
         """Faults for which power fails when the next start has begun."""
         self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
@@ -109,7 +121,9 @@ class FaultInjector:
             "env_dies": lambda fault: self._spoil_environments(
                 fault, lambda helper: helper.end_process("its process died")
             ),
-            "env_hangs": lambda fault: self._spoil_environments(fault, lambda helper: setattr(helper, "hangs", True)),
+            "env_hangs": lambda fault: self._spoil_environments(
+                fault, lambda helper: setattr(helper, "hangs", True)
+            ),
             "env_late": self._delay_environments,
             "clock": self._step_clock,
             "stop": lambda fault: stop(),
@@ -144,7 +158,9 @@ class FaultInjector:
         self._simulation.see_event(FaultReported, fault.to_text())
         self._actions[fault.kind](fault)
 
-    def _keep_active(self, fault: PlannedFault, after_end: Callable[[], None] = lambda: None) -> None:
+    def _keep_active(
+        self, fault: PlannedFault, after_end: Callable[[], None] = lambda: None
+    ) -> None:
         """Keep the fault active until its end; then call `after_end()`."""
         self._active.setdefault(fault.kind, []).append(fault)
 
@@ -158,12 +174,14 @@ class FaultInjector:
     def _max_amount(self, kind: str) -> float:
         return max((fault.amount for fault in self._active.get(kind, ())), default=0.0)
 
-    # -- network -------------------------------------------------------------------------------------------------------
+    # -- network -----------------------------------------------------------------------------------
 
     def _cut_generator(self, fault: PlannedFault) -> None:
-        """Cut a generator off from the learner. If it is on another host than the learner, calls wait, too."""
+        """Cut a generator off from the learner. If it is on another host than the learner,
+        calls wait, too."""
         simulation = self._simulation
-        process, (first, *_) = simulation.find_process(fault.target), simulation.hosts.values()
+        process = simulation.find_process(fault.target)
+        first, *_ = simulation.hosts.values()
         if process is not None and process.host is not first:
             simulation.cut_hosts(process.host, first, fault.seconds)
         simulation.network.cut_connections(fault.target, "learner", fault.seconds)
@@ -176,12 +194,15 @@ class FaultInjector:
 
     def _mute_generator(self, fault: PlannedFault) -> None:
         for other in range(MAX_GENERATORS):
-            if (name := f"generator-{other}") != fault.target:
+            name = f"generator-{other}"
+            if name != fault.target:
                 self._simulation.network.stall_connections(fault.target, name, fault.seconds)
 
     def _is_damaged(self, route: MessagePath, frames: SimulatedFrames) -> bool:
         lasting = self._active.get("damage_weights", ())
-        share = max((fault.amount for fault in lasting if fault.target == route.target), default=0.0)
+        share = max(
+            (fault.amount for fault in lasting if fault.target == route.target), default=0.0
+        )
         if share and _is_chunk(frames) and self._rng.random() < share:
             return True
         return self._original_damage(route, frames)
@@ -200,7 +221,7 @@ class FaultInjector:
     def _set_damage(self) -> None:
         self._simulation.network.damage_rate = self._max_amount("damage")
 
-    # -- disk ----------------------------------------------------------------------------------------------------------
+    # -- disk --------------------------------------------------------------------------------------
 
     def _spoil_disk(self, fault: PlannedFault) -> None:
         self._keep_active(fault, self._set_disk)
@@ -234,10 +255,11 @@ class FaultInjector:
 
         self._schedule_call(max(fault.ends_at, simulation.loop.now + fault.seconds), restore_hosts)
 
-    # -- processes -----------------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------
 
     def _kill_process(self, fault: PlannedFault) -> None:
-        if (process := self._simulation.find_process(fault.target)) is not None:
+        process = self._simulation.find_process(fault.target)
+        if process is not None:
             self._simulation.end_process(process, "killed")
 
     def _kill_twice(self, fault: PlannedFault) -> None:
@@ -248,11 +270,16 @@ class FaultInjector:
         """Act on an observed event, for the faults that wait for one."""
         if isinstance(event, TrajectoriesAcknowledged) and self._unsaved_kills:
             if any(map(self._simulation.checker.state.is_unsaved, event.ids)):
-                waited, self._unsaved_kills = self._unsaved_kills, []
+                waited = self._unsaved_kills
+                self._unsaved_kills = []
                 for fault in waited:
                     self._schedule_call(event.at + fault.amount, self._kill_now, fault)
-        elif isinstance(event, EvaluationEnded) and event.step > self._simulation.checker.state.safe_steps:
-            waited, self._evaluated_kills = self._evaluated_kills, []
+        elif (
+            isinstance(event, EvaluationEnded)
+            and event.step > self._simulation.checker.state.safe_steps
+        ):
+            waited = self._evaluated_kills
+            self._evaluated_kills = []
             for fault in waited:
                 self._schedule_call(event.at + fault.amount, self._kill_now, fault)
         elif isinstance(event, StepBegan) and self._second_kills:
@@ -261,36 +288,46 @@ class FaultInjector:
             self._kill_leased_generator(event)
         elif isinstance(event, PlayRequested) and event.generator in self._held_processes:
             process = self._simulation.find_process(event.generator)
-            if process is not (held := self._held_processes[event.generator]):
+            held = self._held_processes[event.generator]
+            if process is not held:
                 del self._held_processes[event.generator]
                 for actor, call in held.held_calls:
                     self._schedule_call(event.at, actor.receive_held_call, call)
         elif isinstance(event, LineageBegan) and self._power_failures:
-            waited, self._power_failures = self._power_failures, []
+            waited = self._power_failures
+            self._power_failures = []
             for fault in waited:
                 self._schedule_call(event.at + fault.amount, self._lose_now, fault)
 
     def _kill_leased_generator(self, event: GroupsLeased) -> None:
         """Begin the faults that wait for this answer to a generator."""
-        name, playing = event.generator, self._simulation.checker.state.is_playing
+        name = event.generator
+        playing = self._simulation.checker.state.is_playing
         for fault in [f for f in self._waiting_kills if f.target == name and not event.leases]:
             if event.free and playing(name):
                 self._waiting_kills.remove(fault)
                 self._schedule_call(event.at + fault.amount, self._kill_now, fault)
         for fault in [f for f in self._calling_kills if f.target == name and event.leases]:
-            if (process := self._simulation.find_process(name)) is not None:
+            process = self._simulation.find_process(name)
+            if process is not None:
                 self._calling_kills.remove(fault)
-                process.holds_calls, self._held_processes[name] = True, process
-                self._schedule_call(event.at + fault.amount, self._simulation.end_process, process, "killed")
+                process.holds_calls = True
+                self._held_processes[name] = process
+                self._schedule_call(
+                    event.at + fault.amount, self._simulation.end_process, process, "killed"
+                )
 
     def _wait_for_unsaved(self, fault: PlannedFault) -> None:
         self._unsaved_kills.append(fault)
 
     def _schedule_second_kill(self, event: StepBegan) -> None:
         begun = [fault for fault, lineage in self._second_kills if event.lineage > lineage]
-        self._second_kills = [(fault, lineage) for fault, lineage in self._second_kills if event.lineage <= lineage]
+        self._second_kills = [
+            (fault, lineage) for fault, lineage in self._second_kills if event.lineage <= lineage
+        ]
         for fault in begun:
-            if (when := event.at + fault.amount) < fault.ends_at:
+            when = event.at + fault.amount
+            if when < fault.ends_at:
                 self._schedule_call(when, self._kill_now, fault)
 
     def _kill_now(self, fault: PlannedFault) -> None:
@@ -303,32 +340,41 @@ class FaultInjector:
         self._lose_host(PlannedFault(self._simulation.loop.now, "power", host, 1.0))
 
     def _fill_descriptors(self, fault: PlannedFault) -> None:
-        if (process := self._simulation.find_process(fault.target)) is not None:
+        process = self._simulation.find_process(fault.target)
+        if process is not None:
             process.out_of_descriptors = True
             self._simulation.network.cut_connections(fault.target)
             self._keep_active(fault, lambda: setattr(process, "out_of_descriptors", False))
 
     def _freeze_process(self, fault: PlannedFault) -> None:
-        if (process := self._simulation.find_process(fault.target)) is not None:
+        process = self._simulation.find_process(fault.target)
+        if process is not None:
             self._simulation.freeze_process(process)
             self._schedule_call(fault.ends_at, self._simulation.thaw_process, process)
 
     def _end_engine(self, fault: PlannedFault) -> None:
         process = self._simulation.find_process(fault.target)
-        generator = process.actor.instance if process is not None and process.actor is not None else None
+        generator = (
+            process.actor.instance if process is not None and process.actor is not None else None
+        )
         if generator is not None and generator._loaded is not None:
             generator._loaded.engine.lose_process()
 
     def _spoil_environments(
         self, fault: PlannedFault, spoil: Callable[[EnvironmentProcess], object]
     ) -> EnvironmentProcess | None:
-        if (process := self._simulation.find_process(fault.target)) is None:
+        process = self._simulation.find_process(fault.target)
+        if process is None:
             return None
-        spoil(helper := environment_process_of(process))
+        helper = environment_process_of(process)
+        spoil(helper)
         return helper
 
     def _delay_environments(self, fault: PlannedFault) -> None:
-        if helper := self._spoil_environments(fault, lambda helper: setattr(helper, "late", fault.amount)):
+        helper = self._spoil_environments(
+            fault, lambda helper: setattr(helper, "late", fault.amount)
+        )
+        if helper:
             self._keep_active(fault, lambda: setattr(helper, "late", 0.0))
 
     def _set_trap(self, fault: PlannedFault) -> None:
@@ -337,9 +383,11 @@ class FaultInjector:
     def _before_operation(self, process: Any, operation: str, path: Path) -> None:
         """Trigger the faults that wait for this operation, before the disk performs it."""
         if self._unsynced_kills and operation == "sync" and path.suffix == ".spool":
-            self._power_failures, self._unsynced_kills = self._unsynced_kills, []
+            self._power_failures = self._unsynced_kills
+            self._unsynced_kills = []
             self._simulation.see_event(
-                FaultReported, f"{self._power_failures[0].to_text()}: {process.name} is killed before it syncs"
+                FaultReported,
+                f"{self._power_failures[0].to_text()}: {process.name} is killed before it syncs",
             )
             self._simulation.end_process(process, "killed before it synced")
             return
@@ -352,7 +400,9 @@ class FaultInjector:
             count["operations"] += 1
             if count["operations"] >= fault.amount:
                 self._traps.remove(trap)
-                self._simulation.see_event(FaultReported, f"{fault.to_text()}: {process.name}, {operation} {path.name}")
+                self._simulation.see_event(
+                    FaultReported, f"{fault.to_text()}: {process.name}, {operation} {path.name}"
+                )
                 if fault.kind == "short_put":
                     self._disk.next_write_short = True
                 elif fault.kind == "power_writing":
@@ -363,11 +413,14 @@ class FaultInjector:
 
     def _plan_start(self, actor: Any) -> tuple[float, bool]:
         seconds, fails = self._original_start(actor)
-        fails = fails or any(self._rng.random() < fault.amount for fault in self._active.get("failing_start", ()))
+        fails = fails or any(
+            self._rng.random() < fault.amount for fault in self._active.get("failing_start", ())
+        )
         return seconds + self._max_amount("slow_start"), fails
 
     def _request_scale(self, fault: PlannedFault) -> None:
-        """Request a number of generators with a command on the first host. The command fails if the disk does."""
+        """Request a number of generators with a command on the first host. The command fails
+        if the disk does."""
         host = next(iter(self._simulation.hosts.values()))
         if host.is_lost:
             return

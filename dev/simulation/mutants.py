@@ -1,5 +1,6 @@
-"""Planted defects (mutants), which prove that the search finds what it is made for. Each replaces methods of production
-classes while a simulation runs. A search that finds none of its mutants proves nothing."""
+"""Planted defects (mutants), which prove that the search finds what it is made for. Each
+replaces methods of production classes while a simulation runs. A search that finds none of its
+mutants proves nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ from r3async.world.files import write_atomically
 
 
 class PlantedMutant(NamedTuple):
-    """A planted defect: its name, a sentence that says what is wrong, and the context manager that plants it."""
+    """A planted defect: its name, a sentence that says what is wrong, and the context
+    manager that plants it."""
 
     name: str
     what: str
@@ -68,10 +70,11 @@ MUTANTS: dict[str, PlantedMutant] = {}
 
 @contextlib.contextmanager
 def replace_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the attribute `name` of `owner` by the result of `make` for the original, and restore it at the end.
+    """Replace the attribute `name` of `owner` by the result of `make` for the original, and
+    restore it at the end.
 
-    Raises `TypeError` for a function that cannot be called as the original: a run that ends because of that shows no
-    defect.
+    Raises `TypeError` for a function that cannot be called as the original: a run that ends because
+    of that shows no defect.
     """
     before = vars(owner)[name]
     after = make(before)
@@ -98,19 +101,25 @@ def _build_call(function: Any, optional: bool) -> tuple[list[None], dict[str, No
     return [None] * (len(parameters) - len(keywords)), keywords
 
 
-def register_mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Return a decorator that registers a mutant. The decorated function returns the replacement for the original
-    method; its docstring says what is wrong."""
+def register_mutant(
+    owner: Any, method: str
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Return a decorator that registers a mutant. The decorated function returns the replacement
+    for the original method; its docstring says what is wrong."""
 
     def add_mutant(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         what = " ".join((make.__doc__ or "").split())
-        MUTANTS[make.__name__] = PlantedMutant(make.__name__, what, lambda: replace_attribute(owner, method, make))
+        MUTANTS[make.__name__] = PlantedMutant(
+            make.__name__, what, lambda: replace_attribute(owner, method, make)
+        )
         return make
 
     return add_mutant
 
 
-def register_combined(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]) -> None:
+def register_combined(
+    name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]
+) -> None:
     """Register a mutant that replaces several methods. `what` says what is wrong."""
 
     @contextlib.contextmanager
@@ -126,7 +135,7 @@ def register_combined(name: str, what: str, *replacements: tuple[Any, str, Calla
 # Defects of tasks, leases, slots, steps, lineages and weights.
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------
 
 
 @register_mutant(TaskHistory, "choose_task")
@@ -150,7 +159,7 @@ def groups_replaced_for_nothing(has_contrast: Any) -> Any:
     return find_no_contrast
 
 
-# -- leases and slots --------------------------------------------------------------------------------------------------
+# -- leases and slots ------------------------------------------------------------------------------
 
 
 @register_mutant(AdmissionController, "_oldest_allowed_version")
@@ -180,7 +189,10 @@ def _install_slowly(install: Any) -> Any:
 
 register_combined(
     "stale_generator_leased",
-    "A generator plays what it is leased at once, with the weights that it has, and new ones come slowly.",
+    (
+        "A generator plays what it is leased at once, with the weights that it has, and new "
+        "ones come slowly."
+    ),
     (VersionGate, "require_version", _play_at_once),
     (GeneratorActor, "install_version", _install_slowly),
 )
@@ -188,7 +200,8 @@ register_combined(
 
 @register_mutant(FleetGenerator, "is_current_process")
 def earlier_process_believed(is_current: Any) -> Any:
-    """An earlier process of a generator is believed, and leased something, when its call comes late."""
+    """An earlier process of a generator is believed, and leased something, when its
+    call comes late."""
     return lambda self, pid, host: is_current(self, *self.process)
 
 
@@ -301,7 +314,7 @@ def leased_twice(lease: Any) -> Any:
     return lease_twice
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 @register_mutant(GroupBuffer, "choose_groups")
@@ -331,9 +344,12 @@ def window_one_wider(init: Any) -> Any:
 
 @register_mutant(GroupBuffer, "__init__")
 def resume_forgets_what_was_trained(init: Any) -> Any:
-    """A resumed learner forgets which groups after the oldest untrained one its checkpoint has trained."""
+    """A resumed learner forgets which groups after the oldest untrained one its
+    checkpoint has trained."""
 
-    def init_forgetful(self: GroupBuffer, group_size: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
+    def init_forgetful(
+        self: GroupBuffer, group_size: int, window: int = 1, *, head: int = 0, beyond: Any = ()
+    ) -> None:
         init(self, group_size, window, head=head)
 
     return init_forgetful
@@ -342,7 +358,11 @@ def resume_forgets_what_was_trained(init: Any) -> Any:
 register_combined(
     "no_dedupe",
     "A resumed learner does not know what was trained, and takes it again.",
-    (GroupBuffer, "__init__", lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window)),
+    (
+        GroupBuffer,
+        "__init__",
+        lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window),
+    ),
 )
 
 
@@ -366,18 +386,21 @@ def old_weights_under_a_new_number(snapshot: Any) -> Any:
     def snapshot_old(self: Any, version: int) -> None:
         before = getattr(self, "copies", [])
         snapshot(self, version)
-        self.copies = [*before, copy.deepcopy(self._snapshot[1])]  # the next snapshot takes the same memory
+        # The next snapshot takes the same memory.
+        self.copies = [*before, copy.deepcopy(self._snapshot[1])]
         if len(self.copies) == 3:
             self._snapshot = version, self.copies[1]
 
     return snapshot_old
 
 
-# -- lineages and weights ----------------------------------------------------------------------------------------------
+# -- lineages and weights --------------------------------------------------------------------------
 
 
 def _unless_kept(validate: Any) -> Any:
-    return lambda trajectories, **facts: None if facts.get("is_recovered") else validate(trajectories, **facts)
+    return lambda trajectories, **facts: (
+        None if facts.get("is_recovered") else validate(trajectories, **facts)
+    )
 
 
 register_combined(
@@ -422,10 +445,11 @@ def checkpoint_not_loaded(restore: Any) -> Any:
     return lambda self, path: None
 
 
-# Defects of evaluations, failed episodes, and the handling of processes that are lost or lack resources.
+# Defects of evaluations, failed episodes, and the handling of processes that are lost
+# or lack resources.
 
 
-# -- evaluations -------------------------------------------------------------------------------------------------------
+# -- evaluations -----------------------------------------------------------------------------------
 
 
 @register_mutant(Evaluator, "resume_evaluations")
@@ -456,7 +480,7 @@ def evaluated_with_old_weights(player: Any) -> Any:
     return lambda self, version, left: player(self, 0, left)
 
 
-# -- episodes ----------------------------------------------------------------------------------------------------------
+# -- episodes --------------------------------------------------------------------------------------
 
 
 @register_mutant(RetryingPlayer, "__init__")
@@ -470,7 +494,7 @@ def given_up_at_once(init: Any) -> Any:
     return init_without_retries
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 @register_mutant(disk_retries, "is_disk_error")
@@ -495,7 +519,7 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
 # Defects of the transfer of weights, of delivery to the learner, and of waiting.
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------
 
 
 @register_mutant(VersionFolder, "_remove_old_versions")
@@ -510,14 +534,16 @@ def versions_in_use_unknown(remove: Any) -> Any:
     return lambda self, keep, versions_in_use: remove(self, keep, ())
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 @register_mutant(TcpReceiver, "_append_verified_chunks")
 def chunk_unchecked(write: Any) -> Any:
     """Chunks of weights are written without a check of their checksum."""
 
-    def append_unchecked(self: TcpReceiver, file: Any, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
+    def append_unchecked(
+        self: TcpReceiver, file: Any, batch: Sequence[tuple[int, list[Any]]]
+    ) -> list[int]:
         for _, frames in batch:
             self.received_bytes += file.append([frame.buffer for frame in frames])
         return [checksum for checksum, _ in batch]
@@ -548,7 +574,9 @@ def chunk_out_of_order(arrived: Any) -> Any:
     return take_any_chunk
 
 
-register_combined("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
+register_combined("lost_chunk_never_asked_again", (
+    "What of the weights was lost on its way is not asked for again."
+), (
     tcp, "RETRY_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 register_combined("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
@@ -562,19 +590,28 @@ def failed_parent_given_again(place: Any) -> Any:
     return lambda self, name, address, avoid=(), excluded=(): place(self, name, address)
 
 
-# -- deltas and hosts --------------------------------------------------------------------------------------------------
+# -- deltas and hosts ------------------------------------------------------------------------------
 
 
 def _version_files(receiver: TcpReceiver) -> list[Path]:
     """Return the files of the versions on the host."""
     folder = receiver._cache.path
-    return [folder / name for name in receiver._files.list_names(folder) if name.startswith("version-")]
+    return [
+        folder / name for name in receiver._files.list_names(folder) if name.startswith("version-")
+    ]
 
 
 def _apply_to_any(apply: Any) -> Any:
-    def apply_to_last(self: TcpReceiver, base: Any, difference: Any, path: Path, *part: int) -> bool:
+    def apply_to_last(
+        self: TcpReceiver, base: Any, difference: Any, path: Path, *part: int
+    ) -> bool:
         with self._files.open(_version_files(self)[-1]) as before:
-            write_atomically(path, delta.apply_delta(base, before, difference, *part), fsync=False, files=self._files)
+            write_atomically(
+                path,
+                delta.apply_delta(base, before, difference, *part),
+                fsync=False,
+                files=self._files,
+            )
         return True
 
     return apply_to_last
@@ -583,7 +620,9 @@ def _apply_to_any(apply: Any) -> Any:
 def _decode_unchecked(decode_block: Any) -> Any:
     def decode_block_unchecked(base: Any, record: Any) -> memoryview:
         kind, count, *lengths, _ = delta._RECORD.unpack_from(record)
-        view, at, planes = memoryview(record), delta.MIN_RECORD_BYTES, []
+        view = memoryview(record)
+        at = delta.MIN_RECORD_BYTES
+        planes = []
         for length in lengths:
             planes.append(view[at : at + length])
             at += length
@@ -596,7 +635,10 @@ def _decode_unchecked(decode_block: Any) -> Any:
 
 register_combined(
     "delta_of_any_base",
-    "A delta is applied to whichever version the host has, and what it makes of that is not compared.",
+    (
+        "A delta is applied to whichever version the host has, and what it makes of that "
+        "is not compared."
+    ),
     (TcpReceiver, "_has_version", lambda has: lambda self, base: bool(_version_files(self))),
     (TcpReceiver, "_apply_delta", _apply_to_any),
     (delta, "decode_delta_block", _decode_unchecked),
@@ -647,12 +689,13 @@ def weights_before_loaded(read: Any) -> Any:
     return read_previous_key
 
 
-# -- installations -----------------------------------------------------------------------------------------------------
+# -- installations ---------------------------------------------------------------------------------
 
 
 @register_mutant(GeneratorHealth, "mark_installed")
 def old_weights_count_as_newest(installed: Any) -> Any:
-    """A restarted generator plays with the version that it installed, though the others have newer weights."""
+    """A restarted generator plays with the version that it installed, though the others
+    have newer weights."""
     return lambda self, version, current: installed(self, version, version)
 
 
@@ -681,7 +724,7 @@ def first_version_given_for_ever(share: Any) -> Any:
     return put_first_offer
 
 
-# -- waiting -----------------------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 
 @register_mutant(Fleet, "find_overdue")
@@ -690,12 +733,13 @@ def silent_one_keeps_its_leases(overdue: Any) -> Any:
     return lambda self: []
 
 
-# -- the spool ---------------------------------------------------------------------------------------------------------
+# -- the spool -------------------------------------------------------------------------------------
 
 
 @register_mutant(Spool, "_scan_directory")
 def recovery_not_synced(scan: Any) -> Any:
-    """A start does not sync what it finds in the spool, though its writer may have ended before it synced."""
+    """A start does not sync what it finds in the spool, though its writer may have ended
+    before it synced."""
 
     def scan_unsynced(self: Spool) -> Any:
         settings = self._settings
@@ -733,7 +777,7 @@ def spool_names_not_synced(sync_directory: Any) -> Any:
 # Defects of delivery, the spool and checkpoints.
 
 
-# -- delivery and the spool --------------------------------------------------------------------------------------------
+# -- delivery and the spool ------------------------------------------------------------------------
 
 
 @register_mutant(Spool, "put_trajectory")
@@ -766,7 +810,9 @@ def unlink_before_commit(trained: Any) -> Any:
 def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
     """The spool deletes what a checkpoint trained when the checkpoint is begun."""
 
-    async def write_eagerly(self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]) -> Any:
+    async def write_eagerly(
+        self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]
+    ) -> Any:
         then()
         return await write(self, state, parts, lambda: None)
 
@@ -781,7 +827,8 @@ def spool_kept_after_commit(unlink: Any) -> Any:
 
 @register_mutant(SimulatedFile, "truncate")
 def torn_tail_not_cut(truncate: Any) -> Any:
-    """The remains of a failed write stay in a file of the spool, and the next record follows them."""
+    """The remains of a failed write stay in a file of the spool, and the next
+    record follows them."""
 
     def keep_tail(self: SimulatedFile, size: int) -> None:
         if self._path.suffix != ".spool":
@@ -876,11 +923,12 @@ def payload_unchecked(checksum: Any) -> Any:
 
 @register_mutant(TrajectoryQuarantine, "add_trajectory")
 def refused_in_no_quarantine(add: Any) -> Any:
-    """A trajectory that a start refuses is removed from the spool, and not kept in the quarantine."""
+    """A trajectory that a start refuses is removed from the spool, and not kept
+    in the quarantine."""
     return lambda self, trajectory, reason, frames=None: None
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @register_mutant(SimulatedFiles, "fsync_directory")
@@ -923,7 +971,8 @@ def pruned_too_much(prune: Any) -> Any:
 
     def prune_more(self: CheckpointDirectory) -> list[int]:
         removed = prune(self)
-        if len(steps := self.list_steps()) % 2 == 0 and steps:
+        steps = self.list_steps()
+        if len(steps) % 2 == 0 and steps:
             self.files.remove_tree(self.step_path(steps[-1]))
         return removed
 

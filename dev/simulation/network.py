@@ -1,4 +1,5 @@
-"""The simulated network: ZeroMQ-like sockets between processes, in virtual time, with faults from one seed."""
+"""The simulated network: ZeroMQ-like sockets between processes, in virtual time, with
+faults from one seed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from zmq.utils import z85
 
 from dev.simulation.loop import VirtualLoop, VirtualProcess, VirtualTimer
 from r3async.world import MAX_FRAME, Buffer, MessageHandler
-from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, UNKNOWN_KEY_HINT
+from r3async.world.sockets import (
+    REFUSED_NO_KEY,
+    REFUSED_OTHER_LEARNER,
+    REFUSED_UNKNOWN_KEY,
+    UNKNOWN_KEY_HINT,
+)
 
 if TYPE_CHECKING:
     from r3async.world.curve_keys import ClientKeys, ServerKeys
@@ -27,9 +33,12 @@ __all__ = ["DelayRanges", "draw_seconds"]
 
 ANY_NAME = "*"
 HIGH_WATER_MARK = 1000
-"""Maximum number of messages that a connection, or a dealer without one, holds. Further ones are not accepted."""
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
-"""First and maximum pause between a dealer's attempts to connect, in seconds. Each pause is twice the one before."""
+"""Maximum number of messages that a connection, or a dealer without one, holds. Further ones
+are not accepted."""
+MIN_RETRY_SECONDS = 0.05
+MAX_RETRY_SECONDS = 1.0
+"""First and maximum pause between a dealer's attempts to connect, in seconds. Each pause is
+twice the one before."""
 HANDSHAKE_SECONDS = 5.0
 """Seconds after which an attempt to connect that is not answered is given up."""
 KEEPALIVE_SECONDS = 60.0
@@ -50,8 +59,8 @@ class SimulatedFrame(bytes):
 
 @dataclass(frozen=True, slots=True)
 class MessagePath:
-    """The path of a message: its source and target process, and the router's name for the dealer. `target` is an
-    endpoint while a dealer has no connection."""
+    """The path of a message: its source and target process, and the router's name for the dealer.
+    `target` is an endpoint while a dealer has no connection."""
 
     source: str
     target: str
@@ -61,8 +70,8 @@ class MessagePath:
 
 SimulatedFrames = list[SimulatedFrame]
 MessageObserver = Callable[[str, MessagePath, SimulatedFrames], object]
-"""A callback for each message: with "sent", and later with "arrived" (and the frames as they arrive, perhaps damaged)
-or "lost". The frames do not contain the identity."""
+"""A callback for each message: with "sent", and later with "arrived" (and the frames as they
+arrive, perhaps damaged) or "lost". The frames do not contain the identity."""
 
 
 @dataclass(slots=True)
@@ -75,10 +84,16 @@ class MessageInTransit:
 class ConnectionDirection:
     """One direction of a connection."""
 
-    def __init__(self, connection: SimulatedConnection, source: SimulatedSocket, target: SimulatedSocket):
-        self.connection, self.source, self.target = connection, source, target
+    def __init__(
+        self, connection: SimulatedConnection, source: SimulatedSocket, target: SimulatedSocket
+    ):
+        self.connection = connection
+        self.source = source
+        self.target = target
         to_router = target is connection.router
-        self.path = MessagePath(source.process.name, target.process.name, connection.dealer.identity, to_router)
+        self.path = MessagePath(
+            source.process.name, target.process.name, connection.dealer.identity, to_router
+        )
         self.is_silent = False
         """True if everything that is sent from now on is lost, and nobody notices."""
         self.in_transit: deque[MessageInTransit] = deque()
@@ -90,24 +105,35 @@ class ConnectionDirection:
             self._network.on_message("lost", self.path, frames)
             return
         due = self.arrival_time(sum(map(len, frames)))
-        self.in_transit.append(MessageInTransit(due, self._call_at(due, self._deliver_next), frames))
-        if max(map(len, frames), default=0) > MAX_FRAME:  # the other end disconnects when it sees the length
+        self.in_transit.append(
+            MessageInTransit(due, self._call_at(due, self._deliver_next), frames)
+        )
+        # The other end disconnects when it sees the length.
+        if max(map(len, frames), default=0) > MAX_FRAME:
             self.in_transit.pop().timer.cancel()
             self._network.on_message("lost", self.path, frames)
             self._call_at(due, self.connection.drop_connection)
 
-    def call_after_arrivals(self, callback: Callable[[SimulatedConnection], object], after: float = 0.0) -> None:
-        """Call `callback` in the target's process, `after` seconds after everything in transit has arrived."""
+    def call_after_arrivals(
+        self, callback: Callable[[SimulatedConnection], object], after: float = 0.0
+    ) -> None:
+        """Call `callback` in the target's process, `after` seconds after everything in
+        transit has arrived."""
         self._call_at(self.arrival_time(0) + after, callback, self.connection)
 
     def arrival_time(self, nbytes: int) -> float:
-        """Return when a message that is sent now arrives: never before one that was sent earlier."""
-        network, source, target = self._network, self.source.host, self.target.host
+        """Return when a message that is sent now arrives: never before one that
+        was sent earlier."""
+        network = self._network
+        source = self.source.host
+        target = self.target.host
         at = network.now
         if network.bandwidth is not None and source != target:
             seconds = nbytes / network.bandwidth
             for link in ((source, "out"), (target, "in")):
-                at = network.link_busy_until[link] = max(at, network.link_busy_until.get(link, 0.0)) + seconds
+                at = network.link_busy_until[link] = (
+                    max(at, network.link_busy_until.get(link, 0.0)) + seconds
+                )
         at += network.draw_delay(network.rng)
         for fault in network.active_faults(self.source, self.target):
             if fault.kind == "stall":
@@ -116,15 +142,18 @@ class ConnectionDirection:
         return self._last_due_at
 
     def delay_until(self, until: float) -> None:
-        """Delay everything that is in transit or sent from now on, so that nothing arrives before `until`."""
+        """Delay everything that is in transit or sent from now on, so that nothing
+        arrives before `until`."""
         for message in self.in_transit:
             if self._network.now < message.due_at <= until:
                 message.timer.cancel()
-                message.due_at, message.timer = until, self._call_at(until, self._deliver_next)
+                message.timer = self._call_at(until, self._deliver_next)
+                message.due_at = until
         self._last_due_at = max(self._last_due_at, until)
 
     def lose_messages(self, keep_count: int) -> list[SimulatedFrames]:
-        """Lose all messages in transit but the first `keep_count`, and return the lost ones, in order."""
+        """Lose all messages in transit but the first `keep_count`, and return the
+        lost ones, in order."""
         lost = []
         while len(self.in_transit) > keep_count:
             message = self.in_transit.pop()
@@ -133,28 +162,34 @@ class ConnectionDirection:
         return lost[::-1]
 
     def count_arrived(self) -> int:
-        """Return how many messages in transit have arrived but are not read, perhaps because the target is frozen."""
+        """Return how many messages in transit have arrived but are not read, perhaps because the
+        target is frozen."""
         return sum(message.due_at <= self._network.now for message in self.in_transit)
 
     def _call_at(self, at: float, callback: Callable[..., object], *args: Any) -> VirtualTimer:
         return self._network.loop.call_at(at, callback, *args, context=self.target.process.context)
 
     def _deliver_next(self) -> None:
-        network, frames = self._network, self.in_transit.popleft().frames
+        network = self._network
+        frames = self.in_transit.popleft().frames
         if self.target.closed:
             network.on_message("lost", self.path, frames)
             return
         if network.is_damaged(self.path, frames):
             frames = flip_bit(network.rng, frames)
         network.on_message("arrived", self.path, frames)
-        self.target.on_message([SimulatedFrame(self.path.identity), *frames] if self.path.to_router else list(frames))
+        self.target.on_message(
+            [SimulatedFrame(self.path.identity), *frames] if self.path.to_router else list(frames)
+        )
 
 
 class SimulatedConnection:
-    """A connection between a dealer and a router. It exists from the time at which the router accepts the dealer."""
+    """A connection between a dealer and a router. It exists from the time at which the router
+    accepts the dealer."""
 
     def __init__(self, dealer: SimulatedDealer, router: SimulatedRouter):
-        self.dealer, self.router = dealer, router
+        self.dealer = dealer
+        self.router = router
         self.is_open = True
         self.is_ready = False
         """True if the dealer knows that the connection is established."""
@@ -181,7 +216,8 @@ class SimulatedConnection:
         self.is_open = False
         rng = self.dealer.network.rng
         for direction in (self.to_router, self.to_dealer):
-            keep, count = direction.count_arrived(), len(direction.in_transit)
+            keep = direction.count_arrived()
+            count = len(direction.in_transit)
             if by is direction.source:  # what the kernel has taken is still sent
                 keep = rng.randint(keep, count)
             rest = direction.lose_messages(keep)
@@ -196,7 +232,9 @@ class SimulatedConnection:
                     direction.target.on_disconnected, after=KEEPALIVE_SECONDS if unnoticed else 0.0
                 )
 
-    def _observe_lost(self, direction: ConnectionDirection, messages: list[SimulatedFrames]) -> None:
+    def _observe_lost(
+        self, direction: ConnectionDirection, messages: list[SimulatedFrames]
+    ) -> None:
         for frames in messages:
             self.dealer.network.on_message("lost", direction.path, frames)
 
@@ -205,9 +243,18 @@ class SimulatedSocket:
     """An implementation of `world.MessageSocket`."""
 
     def __init__(
-        self, network: SimulatedNetwork, host: str, process: VirtualProcess, on_message: MessageHandler, keys: Any
+        self,
+        network: SimulatedNetwork,
+        host: str,
+        process: VirtualProcess,
+        on_message: MessageHandler,
+        keys: Any,
     ):
-        self.network, self.host, self.process, self.on_message, self.keys = network, host, process, on_message, keys
+        self.network = network
+        self.host = host
+        self.process = process
+        self.on_message = on_message
+        self.keys = keys
         self.closed = False
         self.endpoint = self.denial_reason = ""
 
@@ -240,7 +287,8 @@ class SimulatedRouter(SimulatedSocket):
     ):
         super().__init__(network, host, process, on_message, keys)
         self.refused_peers = refused_peers
-        self.port, self.is_local = 0, False
+        self.port = 0
+        self.is_local = False
         """The port, and whether the router can be reached only from its own host."""
         self.connections: dict[bytes, SimulatedConnection] = {}
         network.register_router(self, address)
@@ -263,7 +311,8 @@ class SimulatedRouter(SimulatedSocket):
         if not self.closed:
             self.closed = True
             self.network.unregister_router(self)
-            peers, self.connections = self.connections, {}
+            peers = self.connections
+            self.connections = {}
             for connection in peers.values():
                 connection.drop_connection(by=self)
 
@@ -272,9 +321,14 @@ class SimulatedRouter(SimulatedSocket):
             del self.connections[connection.dealer.identity]
 
     def accept_dealer(self, dealer: SimulatedDealer, attempt: int) -> None:
-        """Accept or refuse a dealer that tries to connect. One that has given up meanwhile is ignored."""
+        """Accept or refuse a dealer that tries to connect. One that has given up
+        meanwhile is ignored."""
         network = self.network
-        if dealer.attempt_number != attempt or network.active_faults(self, dealer) or self.process.out_of_descriptors:
+        if (
+            dealer.attempt_number != attempt
+            or network.active_faults(self, dealer)
+            or self.process.out_of_descriptors
+        ):
             return
         if self.closed:
             network.call_in_process(dealer, dealer.schedule_retry)
@@ -282,11 +336,15 @@ class SimulatedRouter(SimulatedSocket):
             self.refused_peers[reason] += 1
             network.call_in_process(dealer, dealer.on_refused, reason)
         else:
-            if (earlier := self.connections.pop(dealer.identity, None)) is not None:
-                # As in libzmq: what is left of a connection whose name was taken over comes under a name of nobody.
+            earlier = self.connections.pop(dealer.identity, None)
+            if earlier is not None:
+                # As in libzmq: what is left of a connection whose name was taken over comes under
+                # a name of nobody.
                 earlier.to_router.path = replace(earlier.to_router.path, identity=b"\0%d" % attempt)
                 earlier.drop_connection(by=self)
-            connection = dealer.connection = self.connections[dealer.identity] = SimulatedConnection(dealer, self)
+            connection = dealer.connection = self.connections[dealer.identity] = (
+                SimulatedConnection(dealer, self)
+            )
             connection.to_dealer.call_after_arrivals(dealer.on_connected)
 
 
@@ -302,7 +360,8 @@ class SimulatedDealer(SimulatedSocket):
         keys: Any,
     ):
         super().__init__(network, host, process, on_message, keys)
-        self.endpoint, self.identity = endpoint, identity
+        self.endpoint = endpoint
+        self.identity = identity
         self._address = parse_endpoint(endpoint)
         self.connection: SimulatedConnection | None = None
         self.queued_messages: deque[SimulatedFrames] = deque()
@@ -342,8 +401,11 @@ class SimulatedDealer(SimulatedSocket):
     def on_connected(self, connection: SimulatedConnection) -> None:
         if self.connection is connection and connection.is_open:
             self._retry_timer.cancel()
-            self.attempt_number, self._failed_attempts, connection.is_ready = -1, 0, True
-            queue, self.queued_messages = self.queued_messages, deque()
+            self.attempt_number = -1
+            self._failed_attempts = 0
+            connection.is_ready = True
+            queue = self.queued_messages
+            self.queued_messages = deque()
             for frames in queue:
                 connection.to_router.carry_message(frames)
 
@@ -366,7 +428,9 @@ class SimulatedDealer(SimulatedSocket):
             + self.network.rng.random() * MIN_RETRY_SECONDS
         )
         self._failed_attempts = min(self._failed_attempts + 1, 10)
-        self._retry_timer = self.network.call_in_process(self, self._try_connect, delay=after + pause)
+        self._retry_timer = self.network.call_in_process(
+            self, self._try_connect, delay=after + pause
+        )
 
     def _try_connect(self) -> None:
         if self.connection is not None:  # it is about to be established, or to be lost
@@ -380,7 +444,11 @@ class SimulatedDealer(SimulatedSocket):
             self.attempt_number = next(network.attempt_numbers)
             self.schedule_retry(after=HANDSHAKE_SECONDS)
             network.call_in_process(
-                router, router.accept_dealer, self, self.attempt_number, delay=2 * network.draw_delay(network.rng)
+                router,
+                router.accept_dealer,
+                self,
+                self.attempt_number,
+                delay=2 * network.draw_delay(network.rng),
             )
 
 
@@ -402,7 +470,11 @@ def refusal_reason(server: ServerKeys, client: ClientKeys | None) -> str:
         return REFUSED_NO_KEY
     if client.server_public_key != cached_public_key(server.secret_key):
         return REFUSED_OTHER_LEARNER
-    return "" if z85.decode(cached_public_key(client.secret_key)) in server.allowed_public_keys else REFUSED_UNKNOWN_KEY
+    return (
+        ""
+        if z85.decode(cached_public_key(client.secret_key)) in server.allowed_public_keys
+        else REFUSED_UNKNOWN_KEY
+    )
 
 
 def flip_bit(rng: Random, frames: SimulatedFrames) -> SimulatedFrames:
@@ -415,24 +487,34 @@ def flip_bit(rng: Random, frames: SimulatedFrames) -> SimulatedFrames:
     return [*frames[:at], SimulatedFrame(changed), *frames[at + 1 :]]
 
 
-# The simulated network: ZeroMQ-like sockets between simulated processes, in virtual time, with faults from one seed.
+# The simulated network: ZeroMQ-like sockets between simulated processes, in virtual time, with
+# faults from one seed.
 #
-# It has the properties of DEALER and ROUTER over TCP (`tests/sim/test_sockets.py` runs the same tests on both):
+# It has the properties of DEALER and ROUTER over TCP (`tests/sim/test_sockets.py` runs the
+# same tests on both):
 #
-# 1. A connection carries whole messages, in order. Messages of different connections may overtake each other.
-# 2. A dealer connects automatically, and reconnects after a connection was lost. Meanwhile it queues messages, up to
+# 1. A connection carries whole messages, in order. Messages of different connections may
+#    overtake each other.
+# 2. A dealer connects automatically, and reconnects after a connection was lost. Meanwhile it
+#    queues messages, up to
 # `HIGH_WATER_MARK`.
-# 3. A router knows a dealer from when its connection is established until it is lost. A new connection takes over the name.
-# 4. When a connection is lost, a prefix of what was in transit has arrived. Of the rest of a dealer's messages a prefix is lost,
-# and what the kernel had not taken yet is sent over the next connection: there may be a gap, but messages stay in order.
-# 5. Nothing is delivered twice. Duplicates come from the layer above: from senders that reconnect and resend what was not
+# 3. A router knows a dealer from when its connection is established until it is lost. A new
+#    connection takes over the name.
+# 4. When a connection is lost, a prefix of what was in transit has arrived. Of the rest of a
+#    dealer's messages a prefix is lost,
+# and what the kernel had not taken yet is sent over the next connection: there may be a gap, but
+# messages stay in order.
+# 5. Nothing is delivered twice. Duplicates come from the layer above: from senders that reconnect
+#    and resend what was not
 # answered.
 #
-# 6. A process without descriptors (`VirtualProcess.out_of_descriptors`) can make no socket, and accepts no connection; peers
+# 6. A process without descriptors (`VirtualProcess.out_of_descriptors`) can make no socket, and
+#    accepts no connection; peers
 # that connect wait outside.
 #
-# A fault lasts for a given number of seconds, and concerns connections between `a` and `b`, each the name of a process or
-# host, or `ANY_NAME`. While it lasts, no new connection is established between them.
+# A fault lasts for a given number of seconds, and concerns connections between `a` and `b`,
+# each the name of a process or host, or `ANY_NAME`. While it lasts, no new connection is
+# established between them.
 
 
 FIRST_PORT = 49152
@@ -459,14 +541,24 @@ class SimulatedNetwork:
     The attributes below may be set at any time, and apply to what is sent from then on.
 
     Attributes:
-        draw_delay: Function of a random number generator that returns the delay of one message in seconds.
+        draw_delay: Function of a random number generator that returns the delay of one
+            message in seconds.
         damage_rate: Probability that one bit of a message is flipped.
         bandwidth: Bytes per second out of each host, and into it; None for no limit.
     """
 
-    def __init__(self, loop: VirtualLoop, rng: Random, on_message: MessageObserver = lambda event, way, frames: None):
-        self.loop, self.rng, self.on_message = loop, rng, on_message
-        self.draw_delay: Callable[[Random], float] = lambda rng: draw_seconds(DelayRanges.message, rng)
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: Random,
+        on_message: MessageObserver = lambda event, way, frames: None,
+    ):
+        self.loop = loop
+        self.rng = rng
+        self.on_message = on_message
+        self.draw_delay: Callable[[Random], float] = lambda rng: draw_seconds(
+            DelayRanges.message, rng
+        )
         self.damage_rate = 0.0
         self.is_damaged: Callable[[MessagePath, SimulatedFrames], bool] = self._draw_damage
         """Function that decides whether one bit of an arriving message is flipped."""
@@ -490,7 +582,7 @@ class SimulatedNetwork:
     def sockets_for(self, host: str, process: VirtualProcess) -> SimulatedSockets:
         return SimulatedSockets(self, host, process)
 
-    # -- faults ------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def cut_connections(self, a: str, b: str = ANY_NAME, seconds: float = 0.0) -> None:
         """Cut the connections between `a` and `b`; both ends notice."""
@@ -505,8 +597,11 @@ class SimulatedNetwork:
             connection.to_router.delay_until(self.now + seconds)
             connection.to_dealer.delay_until(self.now + seconds)
 
-    def half_open_connections(self, source: str, target: str = ANY_NAME, seconds: float = 0.0) -> None:
-        """Lose, unnoticed, what is in transit from `source` to `target`, and what is sent over current connections."""
+    def half_open_connections(
+        self, source: str, target: str = ANY_NAME, seconds: float = 0.0
+    ) -> None:
+        """Lose, unnoticed, what is in transit from `source` to `target`, and what is sent over
+        current connections."""
         self._add_fault("half-open", source, target, seconds)
         for connection in self._connections_between(source, target):
             for direction in (connection.to_router, connection.to_dealer):
@@ -517,8 +612,8 @@ class SimulatedNetwork:
             connection.drop_after_keepalive()
 
     def silence_connections(self, name: str) -> None:
-        """Silence the connections of a process or host that loses power: they stay open, but carry nothing. The caller
-        must then end the processes."""
+        """Silence the connections of a process or host that loses power: they stay open, but carry
+        nothing. The caller must then end the processes."""
         for connection in self._connections_between(name, ANY_NAME):
             connection.silence_both_ends()
 
@@ -536,16 +631,21 @@ class SimulatedNetwork:
         connections = [c for s in self._routers.values() for c in s.connections.values()]
         return [c for c in connections if c.is_open and fault.affects_pair(c.dealer, c.router)]
 
-    # -- what sockets use --------------------------------------------------------------------------------------------
+    # -- what sockets use --------------------------------------------------------------------------
 
     def call_in_process(
-        self, socket: SimulatedSocket, callback: Callable[..., object], *args: Any, delay: float = 0.0
+        self,
+        socket: SimulatedSocket,
+        callback: Callable[..., object],
+        *args: Any,
+        delay: float = 0.0,
     ) -> VirtualTimer:
         """Call `callback` in the process of `socket` after `delay` seconds."""
         return self.loop.call_later(delay, callback, *args, context=socket.process.context)
 
     def register_router(self, router: SimulatedRouter, address: str) -> None:
-        """Bind a router to an address. Raises `OSError` if the address is invalid, of another host, or in use."""
+        """Bind a router to an address. Raises `OSError` if the address is invalid, of another
+        host, or in use."""
         name, port = parse_endpoint(address)
         if name not in (*LOOPBACK_NAMES, *WILDCARD_NAMES, router.host):
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
@@ -560,7 +660,8 @@ class SimulatedNetwork:
         self._routers.pop((router.host, router.port), None)
 
     def find_router(self, host: str, name: str, port: int) -> SimulatedRouter | None:
-        """Return the router that a process on `host` reaches under this name and port; None if there is none."""
+        """Return the router that a process on `host` reaches under this name and port; None
+        if there is none."""
         if name in (*LOOPBACK_NAMES, *WILDCARD_NAMES, host):
             return self._routers.get((host, port))
         router = self._routers.get((name, port))
@@ -571,7 +672,9 @@ class SimulatedSockets:
     """An implementation of `world.Sockets` for one process. The sockets are closed when it ends."""
 
     def __init__(self, network: SimulatedNetwork, host: str, process: VirtualProcess):
-        self._network, self._host, self._process = network, host, process
+        self._network = network
+        self._host = host
+        self._process = process
         self._sockets: list[SimulatedSocket] = []
         process.add_end_callback(self._close_all)
 
@@ -579,7 +682,9 @@ class SimulatedSockets:
         self, address: str, on_message: MessageHandler, *, keys: Any, refused_peers: Counter[str]
     ) -> SimulatedRouter:
         self._check_can_open()
-        router = SimulatedRouter(self._network, self._host, self._process, address, on_message, keys, refused_peers)
+        router = SimulatedRouter(
+            self._network, self._host, self._process, address, on_message, keys, refused_peers
+        )
         self._sockets.append(router)
         return router
 
@@ -587,7 +692,9 @@ class SimulatedSockets:
         self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: Any
     ) -> SimulatedDealer:
         self._check_can_open()
-        dealer = SimulatedDealer(self._network, self._host, self._process, endpoint, identity, on_message, keys)
+        dealer = SimulatedDealer(
+            self._network, self._host, self._process, endpoint, identity, on_message, keys
+        )
         self._sockets = [*(socket for socket in self._sockets if not socket.closed), dealer]
         return dealer
 
@@ -610,11 +717,12 @@ SecondsRange = tuple[float, float]
 
 
 def draw_seconds(between: SecondsRange, rng: Random) -> float:
-    """Draw a duration, mostly near the minimum: half of all draws are in the lowest eighth of the range, one in eleven
-    in the upper quarter."""
+    """Draw a duration, mostly near the minimum: half of all draws are in the lowest eighth of the
+    range, one in eleven in the upper quarter."""
     least, most = between
     share = rng.random()
-    return least + (most - least) * (share * share * share)  # not with libm, whose last digit differs between machines
+    # Not with libm, whose last digit differs between machines.
+    return least + (most - least) * (share * share * share)
 
 
 @dataclass(frozen=True)
@@ -640,6 +748,7 @@ class DelayRanges:
     def scale_by(self, factor: float) -> DelayRanges:
         """Return the delays multiplied by `factor`."""
         stretched = {
-            each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)
+            each.name: tuple(seconds * factor for seconds in getattr(self, each.name))
+            for each in fields(self)
         }
         return DelayRanges(**stretched)

@@ -1,7 +1,7 @@
 """A simulation that observes everything that an invariant needs at the interface of the `World`.
 
-It observes calls between actors and their answers, frames on the wire, operations on files, and what the learner's
-thread is given to train. The production code is not aware of it.
+It observes calls between actors and their answers, frames on the wire, operations on files, and
+what the learner's thread is given to train. The production code is not aware of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-from dev.simulation.actors import DEFAULT_OPTIONS, SimulatedActor, SimulatedActorRef, SimulatedActors
+from dev.simulation.actors import (
+    DEFAULT_OPTIONS,
+    SimulatedActor,
+    SimulatedActorRef,
+    SimulatedActors,
+)
 from dev.simulation.disk import SimulatedDisk
 from dev.simulation.history import (
     CheckpointSaved,
@@ -94,8 +99,8 @@ R = TypeVar("R")
 
 
 class WatchedSimulation(Simulation):
-    """A simulation that judges the events it observes. At the first event that violates an invariant, it sets
-    `violation` and stops the loop."""
+    """A simulation that judges the events it observes. At the first event that violates an
+    invariant, it sets `violation` and stops the loop."""
 
     def __init__(
         self,
@@ -107,7 +112,8 @@ class WatchedSimulation(Simulation):
         **options: Any,
     ):
         super().__init__(seed, **options)
-        self.checker, self.routing = checker, routing
+        self.checker = checker
+        self.routing = routing
         self.history: list[RunEvent] = []
         self.violation: InvariantViolated | None = None
         self.listeners: list[Callable[[RunEvent], object]] = []
@@ -117,11 +123,13 @@ class WatchedSimulation(Simulation):
         first = next(iter(self.hosts.values()))
         self._memory_speed = memory_bytes_per_second
         self.memory = {name: self._new_memory(name) for name in self.hosts}
-        """The in-memory file system of each host, which contains weights. That of the learner's host is fast."""
+        """The in-memory file system of each host, which contains weights. That of the
+        learner's host is fast."""
         self._sessions: dict[bytes, str] = {}
         """Current session of each sender, by identity, as reported to the learner."""
         self._avoided: dict[bytes, tuple[str, ...]] = {}
-        """Addresses that failed a host, by the identity with which it asked for a place in the relay tree."""
+        """Addresses that failed a host, by the identity with which it asked for a place
+        in the relay tree."""
         for host in self.hosts.values():  # a run's directory is shared by all hosts
             host.disk = first.disk
 
@@ -140,7 +148,7 @@ class WatchedSimulation(Simulation):
         for listener in self.listeners:
             listener(event)
 
-    # -- processes and hosts -------------------------------------------------------------------------------------------
+    # -- processes and hosts -----------------------------------------------------------------------
 
     def begin_process(self, name: str, host: SimulatedHost, actor: Any = None) -> HostProcess:
         process = super().begin_process(name, host, actor)
@@ -148,8 +156,8 @@ class WatchedSimulation(Simulation):
         return process
 
     def place_actor(self, actor: SimulatedActor) -> SimulatedHost | None:
-        """Place generators on the hosts after the first, in turn, and all other actors on the first host, which the
-        configuration names. Returns None if the host is lost."""
+        """Place generators on the hosts after the first, in turn, and all other actors on the first
+        host, which the configuration names. Returns None if the host is lost."""
         hosts = list(self.hosts.values())
         name, _, number = actor.name.partition("-")
         if name == "generator" and len(hosts) > 1:
@@ -187,7 +195,7 @@ class WatchedSimulation(Simulation):
             memory.bytes_per_second = self._memory_speed
         return memory
 
-    # -- the wire ------------------------------------------------------------------------------------------------------
+    # -- the wire ----------------------------------------------------------------------------------
 
     def _log_message(self, event: str, route: Any, frames: Sequence[Any]) -> None:
         super()._log_message(event, route, frames)
@@ -214,7 +222,9 @@ class WatchedSimulation(Simulation):
         elif isinstance(message, relay.Join):
             self.see_event(ParentRequested, route.source)
         elif isinstance(message, relay.Place) and event == "sent":
-            self.see_event(ParentAssigned, route.target, message.parent, self._avoided.get(route.identity, ()))
+            self.see_event(
+                ParentAssigned, route.target, message.parent, self._avoided.get(route.identity, ())
+            )
 
     def _see_arrived(self, route: Any, message: ControlMessage) -> None:
         """Record a message of a sender that arrived at the learner."""
@@ -223,7 +233,10 @@ class WatchedSimulation(Simulation):
         elif isinstance(message, Deliver):
             current = self._sessions.get(route.identity) == message.session
             self.see_event(
-                TrajectoriesDelivered, route.source, tuple(item.trajectory_id for item in message.items), current
+                TrajectoriesDelivered,
+                route.source,
+                tuple(item.trajectory_id for item in message.items),
+                current,
             )
 
     def _see_control(self, route: Any, message: ControlMessage, frames: Sequence[Any]) -> None:
@@ -232,11 +245,15 @@ class WatchedSimulation(Simulation):
             if isinstance(message, Ack):
                 self.see_event(TrajectoriesAcknowledged, route.target, tuple(message.ids))
             elif isinstance(message, Reject) and message.again == "never":
-                self.see_event(TrajectoryRefused, route.target, message.trajectory_id, message.reason)
+                self.see_event(
+                    TrajectoryRefused, route.target, message.trajectory_id, message.reason
+                )
             elif isinstance(message, Welcome) and message.until < NO_GROUP_LIMIT:
                 self.see_event(GroupsLimited, route.target, message.until)
             elif isinstance(message, Deliver):
-                for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
+                for item, pieces in zip(
+                    message.items, message.split_by_item(frames[1:]), strict=True
+                ):
                     self._see_sent(route.source, join_item_frames(item, pieces))
         except WireError:
             return  # malformed; the receiver reports it
@@ -245,15 +262,19 @@ class WatchedSimulation(Simulation):
         trajectory = decode_trajectory(frames)
         nbytes = decoded_bytes(frames, trajectory)
         self.see_event(
-            TrajectorySent, generator, facts_of(trajectory, self.checker.state.published_keys, self.routing, nbytes)
+            TrajectorySent,
+            generator,
+            facts_of(trajectory, self.checker.state.published_keys, self.routing, nbytes),
         )
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def see_trained(self, lineage: int, step: int, version: int, done: StepOutcome) -> None:
         """Record what the learner's thread has trained."""
         keys = self.checker.state.published_keys
-        groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
+        groups = tuple(
+            tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups
+        )
         updates = int(done.metrics.get("optimizer/updates", 0))
         self.see_event(StepTrained, lineage, step, version, groups, updates)
 
@@ -268,7 +289,8 @@ class WatchedWorld(SimulatedWorld):
 
     @cached_property
     def files(self) -> Files:
-        simulation, host = _watched_simulation(self.process), self.process.host
+        simulation = _watched_simulation(self.process)
+        host = self.process.host
         memory = simulation.memory[host.name].files_for(self.process)
         return WatchedFiles(host.disk.files_for(self.process), memory, self.process, simulation)
 
@@ -278,11 +300,12 @@ def _watched_simulation(process: HostProcess) -> WatchedSimulation:
     return process.simulation
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 class WatchedThreads(SimulatedThreads):
-    """Threads in which a training step takes its time. The tokenizer is read once for all simulations."""
+    """Threads in which a training step takes its time. The tokenizer is read once for
+    all simulations."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if function == ChatRenderer.from_model:
@@ -307,13 +330,16 @@ class WatchedWorkerThread:
     """An implementation of `world.WorkerThread` that observes training steps."""
 
     def __init__(self, lane: WorkerThread, process: HostProcess):
-        self._lane, self._process = lane, process
+        self._lane = lane
+        self._process = process
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if getattr(function, "__func__", None) is not Trainer.train_step:
             return await self._lane.run(function, *args, **kwargs)
         simulation = _watched_simulation(self._process)
-        lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
+        lineage = (
+            self._process.actor.instance.lineage.number if self._process.actor is not None else 0
+        )
         number, version, _ = cast("tuple[int, int, PreparedStep]", args)
         await asyncio.sleep(simulation.delay_training(self._process))
         done = await self._lane.run(function, *args, **kwargs)
@@ -324,23 +350,31 @@ class WatchedWorkerThread:
         await self._lane.close()
 
 
-# -- actors ------------------------------------------------------------------------------------------------------------
+# -- actors ----------------------------------------------------------------------------------------
 
 
 class WatchedActors(SimulatedActors):
-    """Actors whose calls and answers are observed: their classes are replaced by observing subclasses."""
+    """Actors whose calls and answers are observed: their classes are replaced by
+    observing subclasses."""
 
     def spawn_actor(
-        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS
+        self,
+        actor_class: type,
+        *args: Any,
+        name: str,
+        actor_options: ActorOptions = DEFAULT_OPTIONS,
     ) -> SimulatedActorRef:
         simulation = _watched_simulation(self._process)
         if issubclass(actor_class, Conductor):
             simulation.see_event(LineageBegan, *_start_fields(args))
-        return super().spawn_actor(_observing_class(actor_class), *args, name=name, actor_options=actor_options)
+        return super().spawn_actor(
+            _observing_class(actor_class), *args, name=name, actor_options=actor_options
+        )
 
 
 def _start_fields(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the fields of `LineageBegan` from a conductor's arguments: lineage and checkpoint of this start."""
+    """Return the fields of `LineageBegan` from a conductor's arguments: lineage and
+    checkpoint of this start."""
     lineage = next(arg for arg in args if isinstance(arg, Lineage))
     state = next((arg for arg in args if isinstance(arg, RunState)), None)
     if state is None:
@@ -363,20 +397,26 @@ def _observe_conductor(kind: type) -> type:
 
         async def lease_groups(self, message: bytes) -> bytes:
             answer = await super().lease_groups(message)
-            call, reply = decode_msgpack(message, LeaseCall), decode_msgpack(answer, LeaseAnswer)
-            generator_id, leases = call.generator_id, reply.leases
+            call = decode_msgpack(message, LeaseCall)
+            reply = decode_msgpack(answer, LeaseAnswer)
+            generator_id = call.generator_id
+            leases = reply.leases
             leased = tuple((lease.group_index, lease.episode_indices) for lease in leases)
             simulation = _watched_simulation(self.world.process)
             caller = simulation.find_process(generator_id)
             ended = caller is None or caller.pid != self.fleet[generator_id].pid
-            versions, free = tuple(lease.version for lease in leases), call.free if reply.more else 0
+            versions = tuple(lease.version for lease in leases)
+            free = call.free if reply.more else 0
             outdated = call.process != self.fleet[generator_id].process
-            simulation.see_event(GroupsLeased, generator_id, leased, ended, versions, free, outdated)
+            simulation.see_event(
+                GroupsLeased, generator_id, leased, ended, versions, free, outdated
+            )
             return answer
 
         def get_status(self, since: int) -> dict[str, Any]:
             answer = super().get_status(since)
-            if (slots := (answer["slots_taken"], answer["slots"])) != self.reported_slots:
+            slots = (answer["slots_taken"], answer["slots"])
+            if slots != self.reported_slots:
                 self.reported_slots = slots
                 _watched_simulation(self.world.process).see_event(SlotsReported, *slots)
             return answer
@@ -394,20 +434,28 @@ def _observe_learner(kind: type) -> type:
             return answer
 
         async def _train_groups(self, number: int, indices: list[int], *args: Any) -> Any:
-            # The groups were taken now. The step begins when they are prepared: an older group may be complete by then.
+            # The groups were taken now. The step begins when they are prepared: an older group may
+            # be complete by then.
             version = self.model.counts.version
             _watched_simulation(self.world.process).see_event(
                 StepBegan, self.lineage.number, number, version, tuple(indices)
             )
             return await super()._train_groups(number, indices, *args)
 
-        async def write_version(self, versions_in_use: Sequence[int] = ()) -> Any:  # `publish` calls it, too
+        # `publish` calls it, too.
+        async def write_version(self, versions_in_use: Sequence[int] = ()) -> Any:
             published = await super().write_version(versions_in_use)
-            manifest, process = published.publication.manifest, self.world.process
+            manifest = published.publication.manifest
+            process = self.world.process
             weights = manifest.tensors[DIGEST_TENSOR].checksum
             files = _count_versions(Path(manifest.path).parent, self.world.files, process)
             _watched_simulation(process).see_event(
-                WeightsPublished, manifest.lineage, manifest.version, weights, files, len(versions_in_use)
+                WeightsPublished,
+                manifest.lineage,
+                manifest.version,
+                weights,
+                files,
+                len(versions_in_use),
             )
             return published
 
@@ -417,14 +465,18 @@ def _observe_learner(kind: type) -> type:
 def _observe_generator(kind: type) -> type:
     class ObservingGenerator(kind):
         async def install_version(self, publication: Any) -> Any:
-            simulation, who, manifest = _watched_simulation(self.world.process), self.generator_id, publication.manifest
+            simulation = _watched_simulation(self.world.process)
+            who = self.generator_id
+            manifest = publication.manifest
             simulation.see_event(InstallRequested, who, manifest.lineage, manifest.version)
             try:
                 report = await super().install_version(publication)
             except Exception as error:
                 simulation.see_event(GaveUp, who, f"{type(error).__name__}: {error}")
                 raise
-            weights = weights_key_in(Path(self._installed_manifest.path), self.world.files, self.world.process)
+            weights = weights_key_in(
+                Path(self._installed_manifest.path), self.world.files, self.world.process
+            )
             simulation.see_event(WeightsInstalled, who, manifest.lineage, report.version, weights)
             return report
 
@@ -436,7 +488,9 @@ def _observe_generator(kind: type) -> type:
             async def fetch_and_record(*args: Any) -> Any:
                 manifest = await fetch(*args)
                 name = self.world.files.shared_name(Path(manifest.path))
-                _watched_simulation(self.world.process).see_event(VersionFetched, self.generator_id, name)
+                _watched_simulation(self.world.process).see_event(
+                    VersionFetched, self.generator_id, name
+                )
                 return manifest
 
             weights.fetch_version = fetch_and_record
@@ -451,7 +505,9 @@ def _observe_generator(kind: type) -> type:
             except EngineLostError:
                 raise  # another one plays it
             except Exception:
-                _watched_simulation(self.world.process).see_event(EvaluationGivenUp, self.generator_id)
+                _watched_simulation(self.world.process).see_event(
+                    EvaluationGivenUp, self.generator_id
+                )
                 raise
 
         async def run(self, conductor: Any) -> None:
@@ -468,7 +524,8 @@ _OBSERVING_CLASSES: dict[type, Callable[[type], type]] = {
 }
 
 
-# Observation of files: what is stored, deleted and fetched, which checkpoint is safe, and what was evaluated.
+# Observation of files: what is stored, deleted and fetched, which checkpoint is safe, and
+# what was evaluated.
 
 
 MEMORY_DIRECTORY = Path("/memory")
@@ -485,7 +542,8 @@ _PUBLISHED_FILE = re.compile(r"version-(\d+)\.safetensors")
 @contextlib.contextmanager
 def _beside_process(process: HostProcess) -> Iterator[None]:
     """Let the observer read beside the process, none of whose descriptors it needs."""
-    out_of_descriptors, process.out_of_descriptors = process.out_of_descriptors, False
+    out_of_descriptors = process.out_of_descriptors
+    process.out_of_descriptors = False
     try:
         yield
     finally:
@@ -505,24 +563,36 @@ def _count_versions(folder: Path, files: Files, process: HostProcess) -> int:
     """Return the number of versions in a folder."""
     with _beside_process(process):
         names = files.list_names(folder)
-    return sum(bool(_VERSION_FILE.fullmatch(name) or _PUBLISHED_FILE.fullmatch(name)) for name in names)
+    return sum(
+        bool(_VERSION_FILE.fullmatch(name) or _PUBLISHED_FILE.fullmatch(name)) for name in names
+    )
 
 
 class WatchedFiles:
-    """An implementation of `world.Files` over two file systems of a process: a disk and one in memory. It records
-    changes of the spool, safe checkpoints, evaluations, and fetched weights."""
+    """An implementation of `world.Files` over two file systems of a process: a disk and one in
+    memory. It records changes of the spool, safe checkpoints, evaluations, and fetched weights."""
 
-    def __init__(self, files: Files, memory: Files, process: HostProcess, simulation: WatchedSimulation):
-        self._disk, self._memory, self._process, self._simulation = files, memory, process, simulation
+    def __init__(
+        self, files: Files, memory: Files, process: HostProcess, simulation: WatchedSimulation
+    ):
+        self._disk = files
+        self._memory = memory
+        self._process = process
+        self._simulation = simulation
 
     def _file_system(self, path: Path) -> Files:
         return self._memory if path.is_relative_to(MEMORY_DIRECTORY) else self._disk
 
     def shared_name(self, path: Path) -> str:
-        """Return the name of a fetched version's file, unique among all hosts; empty for any other file."""
-        return f"{self._process.host.name}: {path.name}" if _VERSION_FILE.fullmatch(path.name) else ""
+        """Return the name of a fetched version's file, unique among all hosts; empty
+        for any other file."""
+        return (
+            f"{self._process.host.name}: {path.name}" if _VERSION_FILE.fullmatch(path.name) else ""
+        )
 
-    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
+    def open(
+        self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644
+    ) -> File:
         file = self._file_system(path).open(path, create=create, exclusive=exclusive, mode=mode)
         spooled = _match_spool_file(path) if create or exclusive else None
         if (create or exclusive) and path.parent.name == "quarantine":
@@ -543,7 +613,8 @@ class WatchedFiles:
 
     def rename(self, path: Path, new_path: Path) -> None:
         self._file_system(path).rename(path, new_path)
-        if fetched := _VERSION_FILE.fullmatch(new_path.name):
+        fetched = _VERSION_FILE.fullmatch(new_path.name)
+        if fetched:
             self._simulation.see_event(
                 VersionArrived,
                 self._process.name,
@@ -561,16 +632,20 @@ class WatchedFiles:
         if not evaluation.is_finished:
             self._simulation.see_event(EvaluationBegan, evaluation.step)
             return
-        tasks, figures = tuple(sorted(map(int, evaluation.result["rewards"]))), evaluation.figures
+        tasks = tuple(sorted(map(int, evaluation.result["rewards"])))
+        figures = evaluation.figures
         self._simulation.see_event(
             EvaluationEnded, evaluation.step, tasks, figures["version_min"], figures["version_max"]
         )
 
     def remove(self, path: Path) -> None:
         spooled = _match_spool_file(path)
-        fetched, published = _VERSION_FILE.fullmatch(path.name), _PUBLISHED_FILE.fullmatch(path.name)
+        fetched = _VERSION_FILE.fullmatch(path.name)
+        published = _PUBLISHED_FILE.fullmatch(path.name)
         evaluated = _EVALUATION_FILE.fullmatch(path.name)
-        was_there = (spooled or fetched or published or evaluated) and self._file_system(path).stat(path)
+        was_there = (spooled or fetched or published or evaluated) and self._file_system(path).stat(
+            path
+        )
         self._file_system(path).remove(path)
         if not was_there:
             return
@@ -596,7 +671,9 @@ class WatchedFiles:
         self._file_system(directory).fsync_directory(directory)
         if directory.name == "checkpoints":
             steps = [
-                int(found[1]) for name in self._disk.list_names(directory) if (found := _STEP_DIRECTORY.fullmatch(name))
+                int(found[1])
+                for name in self._disk.list_names(directory)
+                if (found := _STEP_DIRECTORY.fullmatch(name))
             ]
             if steps and max(steps) > self._simulation.checker.state.safe_steps:
                 self._simulation.see_event(CheckpointSaved, max(steps))
@@ -610,7 +687,10 @@ class WatchedFile:
     """A file of the spool whose appends are recorded."""
 
     def __init__(self, file: File, simulation: WatchedSimulation, group: int, name: str):
-        self._file, self._simulation, self._group, self._name = file, simulation, group, name
+        self._file = file
+        self._simulation = simulation
+        self._group = group
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -1,8 +1,9 @@
-"""Knowledge about a simulated run, derived from its events: the tree of its starts, and the state for the rules. Pure.
+"""Knowledge about a simulated run, derived from its events: the tree of its starts, and the state
+for the rules. Pure.
 
-Each start of the run is a branch. It shares the steps before its checkpoint with its parent, as the very same objects.
-So two names (lineage, version) of weights are compared by the steps that made them, and not by what the run states
-about itself.
+Each start of the run is a branch. It shares the steps before its checkpoint with its parent, as the
+very same objects. So two names (lineage, version) of weights are compared by the steps that made
+them, and not by what the run states about itself.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from r3async.data.tokens import format_trajectory_id
 
 @dataclass(frozen=True, eq=False)
 class TrainedStep:
-    """One training step. `version` is the newest one when the step was made; this step, or a later one, makes the
-    next."""
+    """One training step. `version` is the newest one when the step was made; this step, or a later
+    one, makes the next."""
 
     number: int
     version: int
@@ -69,11 +70,17 @@ class TrainedStep:
 class LineageBranch:
     """The steps of one lineage, beginning with those that it shares with its parent."""
 
-    def __init__(self, lineage: int, parent: LineageBranch | None = None, step: int = 0, version: int = 0):
-        """Create a branch that begins with the first `step` steps of `parent`, whose weights it calls `version`."""
-        self.lineage, self.version = lineage, version
+    def __init__(
+        self, lineage: int, parent: LineageBranch | None = None, step: int = 0, version: int = 0
+    ):
+        """Create a branch that begins with the first `step` steps of `parent`, whose weights it
+        calls `version`."""
+        self.lineage = lineage
+        self.version = version
         self.steps: list[TrainedStep] = parent.steps[:step] if parent is not None else []
-        self.step_by_group: dict[int, int] = {group: step.number for step in self.steps for group in step.groups}
+        self.step_by_group: dict[int, int] = {
+            group: step.number for step in self.steps for group in step.groups
+        }
         """The step that trained each group, by group."""
         self.step_counts: dict[int, int] = {}
         """The number of steps that made each version, by version."""
@@ -113,17 +120,30 @@ class LineageBranch:
         return sum(len(step.groups) for step in self.steps_behind(version) or ())
 
 
-def same_weights(one: LineageBranch, one_version: int, other: LineageBranch, other_version: int) -> bool:
-    """Return whether `one_version` of `one` and `other_version` of `other` were made by the same steps."""
-    ours, theirs = one.steps_behind(one_version), other.steps_behind(other_version)
-    return ours is not None and theirs is not None and _share_beginning(ours, theirs) and len(ours) == len(theirs)
+def same_weights(
+    one: LineageBranch, one_version: int, other: LineageBranch, other_version: int
+) -> bool:
+    """Return whether `one_version` of `one` and `other_version` of `other` were made
+    by the same steps."""
+    ours = one.steps_behind(one_version)
+    theirs = other.steps_behind(other_version)
+    return (
+        ours is not None
+        and theirs is not None
+        and _share_beginning(ours, theirs)
+        and len(ours) == len(theirs)
+    )
 
 
 def leads_to(sampled_by: LineageBranch, version: int, learner: LineageBranch) -> bool:
-    """Return whether weights `version` of `sampled_by` are in the past of the current weights of `learner`: the steps
-    that made them are the first steps of `learner`."""
+    """Return whether weights `version` of `sampled_by` are in the past of the current weights of
+    `learner`: the steps that made them are the first steps of `learner`."""
     steps = sampled_by.steps_behind(version)
-    return steps is not None and len(steps) <= len(learner.steps) and _share_beginning(steps, learner.steps)
+    return (
+        steps is not None
+        and len(steps) <= len(learner.steps)
+        and _share_beginning(steps, learner.steps)
+    )
 
 
 def _share_beginning(ours: Sequence[TrainedStep], theirs: Sequence[TrainedStep]) -> bool:
@@ -135,9 +155,11 @@ def _share_beginning(ours: Sequence[TrainedStep], theirs: Sequence[TrainedStep])
 
 
 CALM_SECONDS = 90.0
-"""Seconds from the end of the last fault until its effects are over: silent connections are noticed after a minute."""
+"""Seconds from the end of the last fault until its effects are over: silent connections are
+noticed after a minute."""
 PAUSE_SECONDS = 10.0
-"""Seconds between two answers of the conductor that count as a pause. Generators ask at least twice as often."""
+"""Seconds between two answers of the conductor that count as a pause. Generators ask at
+least twice as often."""
 
 
 class RunGuarantees(msgspec.Struct, frozen=True):
@@ -146,10 +168,12 @@ class RunGuarantees(msgspec.Struct, frozen=True):
     Attributes:
         age_bound: Maximum age of a trained token in versions.
         window: The setting `schedule.window`.
-        urgent: Number of groups, from the oldest on, that are accepted regardless of memory credit and disk.
+        urgent: Number of groups, from the oldest on, that are accepted regardless of memory
+            credit and disk.
         more_groups: True if a step takes more groups to reach its number of tokens.
         replaced_groups: Maximum number of additional groups that replace groups with zero variance.
-        durable: What an acknowledged trajectory survives: `nothing`, the end of any `process`, or a failure of `power`.
+        durable: What an acknowledged trajectory survives: `nothing`, the end of any `process`, or a
+            failure of `power`.
         first_seconds: Seconds within which the first step after the last fault is made.
         step_seconds: Seconds within which each later step is made.
         install_seconds: Seconds within which an installation ends if nothing is wrong.
@@ -208,28 +232,35 @@ class GeneratorState:
         self.installing_version = -1
         """The version that it was last asked to install."""
         self.fetching_since: float | None = None
-        """Time since which it waits for weights: of its last request for a source, or when it was last seen stopped.
-        None if it does not wait."""
+        """Time since which it waits for weights: of its last request for a source, or when it was
+        last seen stopped. None if it does not wait."""
         self.used_file = ""
         """File of the version that its current process fetched last."""
         self.playing_since: float | None = None
         """Time since which its current process plays; None if it does not."""
         self.newest_of_others = -1
-        """The newest version that others had when its current process completed its last installation."""
+        """The newest version that others had when its current process completed its
+        last installation."""
 
     def end_process(self) -> None:
         self.ended_processes += 1
-        self.versions, self.newest_of_others, self.used_file = [], -1, ""
+        self.versions = []
+        self.newest_of_others = -1
+        self.used_file = ""
         self.installing_since = self.fetching_since = self.playing_since = None
 
     def begin_lineage(self) -> None:
         """Reset for a new lineage."""
         self.end_process()
-        self.newest_version, self.last_answer, self.loose_before, self.last_report = -1, -math.inf, -math.inf, -math.inf
+        self.newest_version = -1
+        self.last_answer = -math.inf
+        self.loose_before = -math.inf
+        self.last_report = -math.inf
 
 
 class ObservedState:
-    """The state of a run that follows from its events. Call `apply_event` with each event after it was judged."""
+    """The state of a run that follows from its events. Call `apply_event` with each event
+    after it was judged."""
 
     def __init__(self, guarantees: RunGuarantees):
         self.guarantees = guarantees
@@ -243,12 +274,14 @@ class ObservedState:
         self.generators: dict[str, GeneratorState] = defaultdict(GeneratorState)
         self.published_keys: dict[tuple[int, int], int] = {}
         """Keys that identify published weights, by lineage and version."""
-        self.newest_version, self.newest_at = -1, math.inf
+        self.newest_version = -1
+        self.newest_at = math.inf
         """The version that this lineage published last, and the time."""
         self.sent_rollouts: dict[str, dict[int, RolloutFacts]] = defaultdict(dict)
         """All rollouts that were ever sent, by trajectory and content."""
         self.unsaved_rollouts: dict[str, list[RolloutFacts]] = {}
-        """Acknowledged trajectories that are not in a safe checkpoint, each with all its rollouts that were sent."""
+        """Acknowledged trajectories that are not in a safe checkpoint, each with all its
+        rollouts that were sent."""
         self.present_since: dict[str, float] = {}
         """Time since which each untrained trajectory is here in this lineage."""
         self.held_bytes: dict[str, int] = {}
@@ -264,19 +297,23 @@ class ObservedState:
         self.disk_failed = False
         """True if a disk failed: files that could not be removed stay until the next start."""
         self.cut_short = False
-        """True if a process of this start was killed, or power failed: leftovers are removed by the next start."""
+        """True if a process of this start was killed, or power failed: leftovers are removed
+        by the next start."""
         self.faults_over = False
         """True if the last fault is over."""
         self.calm_since = math.inf
-        """Time from which on the effects of the last fault are over, too: connections that it silenced are given up."""
+        """Time from which on the effects of the last fault are over, too: connections that it
+        silenced are given up."""
         self.learner_ended = False
-        """True if the learner of this lineage has ended, so that the run is about to start again."""
+        """True if the learner of this lineage has ended, so that the run is
+        about to start again."""
         self._answering_since = math.inf
         """Time since which the conductor answers without a pause, as far as its answers show."""
         self._last_answer = -math.inf
         """Time of the conductor's last answer."""
         self.outdated_deliveries: dict[tuple[str, str], bool] = {}
-        """Deliveries to this learner, by generator and trajectory: True if all of them were in outdated sessions."""
+        """Deliveries to this learner, by generator and trajectory: True if all of them were in
+        outdated sessions."""
         self.step_deadline = math.inf
         """Time by which the next step must be made."""
         self.failure_counts: Counter[int] = Counter()
@@ -286,8 +323,8 @@ class ObservedState:
         self.skipped_evaluations: set[int] = set()
         """Steps of this branch whose evaluation was due while another one was being played."""
         self.given_up_evaluations: set[int] = set()
-        """Steps whose evaluation was given up by a generator, or ended with the run when a later one was due by the
-        next start."""
+        """Steps whose evaluation was given up by a generator, or ended with the run when a later
+        one was due by the next start."""
         self.evaluated_tasks: tuple[int, ...] = ()
         """Tasks of the last evaluation."""
         self.stored_evaluations: set[int] = set()
@@ -333,11 +370,13 @@ class ObservedState:
 
     def apply_event(self, event: RunEvent) -> None:
         """Record that an event has happened."""
-        if (change := self._handlers.get(type(event))) is not None:
+        change = self._handlers.get(type(event))
+        if change is not None:
             change(event)  # type: ignore[operator]
 
     def answering_since(self, at: float) -> float:
-        """Return the time since which the conductor answers without a pause, given that it answers at `at`."""
+        """Return the time since which the conductor answers without a pause, given that it
+        answers at `at`."""
         return at if at - self._last_answer > PAUSE_SECONDS else self._answering_since
 
     @property
@@ -347,26 +386,33 @@ class ObservedState:
 
     @property
     def urgent_end(self) -> int:
-        """The first group that was never accepted for being urgent, regardless of memory credit and disk."""
+        """The first group that was never accepted for being urgent, regardless of memory
+        credit and disk."""
         return self.max_untrained + self.guarantees.urgent
 
     def acknowledged_bytes(self, name: str) -> int:
-        """Return the bytes that this learner holds of an acknowledged trajectory: those of its smallest rollout."""
+        """Return the bytes that this learner holds of an acknowledged trajectory: those of its
+        smallest rollout."""
         return min((f.nbytes for f in self._sent_to_learner[name].values()), default=0)
 
     def max_held_bytes(self) -> int:
-        """Return the maximum bytes that this learner may hold: of everything that was sent to it, except what steps
-        before the newest one trained."""
+        """Return the maximum bytes that this learner may hold: of everything that was sent to it,
+        except what steps before the newest one trained."""
         branch = self.current_branch
         playings = (list(of.values()) for of in self._sent_to_learner.values())
         untrained = (
-            p for p in playings if branch.step_by_group.get(p[0].group, len(branch.steps)) >= len(branch.steps)
+            p
+            for p in playings
+            if branch.step_by_group.get(p[0].group, len(branch.steps)) >= len(branch.steps)
         )
         return sum(max(f.nbytes for f in p) for p in untrained)
 
     def is_complete_group(self, group: int) -> bool:
         """Return whether all episodes of a group were acknowledged and none is trained."""
-        return all(format_trajectory_id(group, i) in self.present_since for i in range(self.guarantees.group_size))
+        return all(
+            format_trajectory_id(group, i) in self.present_since
+            for i in range(self.guarantees.group_size)
+        )
 
     def is_playing(self, generator: str) -> bool:
         """Return whether a generator was leased episodes of which the learner has nothing yet."""
@@ -379,21 +425,37 @@ class ObservedState:
         )
 
     def is_unsaved(self, name: str) -> bool:
-        """Return whether a trajectory was sampled by weights that a start from the newest checkpoint rolls back, though
-        its group has a slot then."""
+        """Return whether a trajectory was sampled by weights that a start from the newest
+        checkpoint rolls back, though its group has a slot then."""
         branch = self.current_branch
-        f = next((f for f in self.unsaved_rollouts.get(name, ()) if f.lineage == self.lineage and f.versions), None)
+        f = next(
+            (
+                f
+                for f in self.unsaved_rollouts.get(name, ())
+                if f.lineage == self.lineage and f.versions
+            ),
+            None,
+        )
         if f is None or branch.step_counts[f.versions[-1]] <= self.safe_steps:
             return False
-        return f.group < sum(len(step.groups) for step in branch.steps[: self.safe_steps]) + self.guarantees.slots
+        return (
+            f.group
+            < sum(len(step.groups) for step in branch.steps[: self.safe_steps])
+            + self.guarantees.slots
+        )
 
     def may_train(self, playings: Iterable[RolloutFacts], branch: LineageBranch) -> bool:
-        """Return whether a learner that begins with this branch accepts a kept trajectory, whichever of its rollouts
-        was kept."""
+        """Return whether a learner that begins with this branch accepts a kept trajectory,
+        whichever of its rollouts was kept."""
         return all(self._may_train(playing, branch) for playing in playings)
 
     def _may_train(self, f: RolloutFacts, branch: LineageBranch) -> bool:
-        oldest, newest = (f.versions[0], f.versions[-1]) if f.versions else (branch.version, -1)
+        if f.versions:
+            oldest = f.versions[0]
+            newest = f.versions[-1]
+        else:
+            oldest = branch.version
+            newest = -1
         of = self.branches[f.lineage]
         return (
             f.group not in branch.step_by_group
@@ -403,24 +465,33 @@ class ObservedState:
             and leads_to(of, newest if f.versions else min(of.step_counts), branch)
         )
 
-    # -- what each event changes ---------------------------------------------------------------------------------------
+    # -- what each event changes -------------------------------------------------------------------
 
     def _on_lineage_began(self, event: LineageBegan) -> None:
-        branch = LineageBranch(event.lineage, self.branches.get(event.parent), event.step, event.version)
-        self.branches[event.lineage], self.lineage = branch, event.lineage
+        branch = LineageBranch(
+            event.lineage, self.branches.get(event.parent), event.step, event.version
+        )
+        self.branches[event.lineage] = branch
+        self.lineage = event.lineage
         self.cut_short = self.learner_ended = False
         if self.guarantees.durable != "power":  # the end of a process undoes no rename
             self.safe_steps = max(self.safe_steps, event.step)
         for generator in self.generators.values():
             generator.begin_lineage()
-        self.newest_version, self.newest_at = -1, math.inf
+        self.newest_version = -1
+        self.newest_at = math.inf
         for steps in (
             self.skipped_evaluations,
             self.given_up_evaluations,
         ):  # a start begins the last one that was due, if it is missing
             steps &= set(range(self.last_due_step(event.step)))
-        if self.evaluating_step is not None and self.evaluating_step < self.last_due_step(event.step):
-            self.given_up_evaluations |= {self.evaluating_step, self.last_due_step(self.evaluating_step)}
+        if self.evaluating_step is not None and self.evaluating_step < self.last_due_step(
+            event.step
+        ):
+            self.given_up_evaluations |= {
+                self.evaluating_step,
+                self.last_due_step(self.evaluating_step),
+            }
         self.evaluating_step = None
         for of_the_past in (
             self.leases,
@@ -433,7 +504,11 @@ class ObservedState:
             of_the_past.clear()
         if self.guarantees.durable == "nothing":
             self.unsaved_rollouts.clear()
-        trainable = [name for name, playings in self.unsaved_rollouts.items() if self.may_train(playings, branch)]
+        trainable = [
+            name
+            for name, playings in self.unsaved_rollouts.items()
+            if self.may_train(playings, branch)
+        ]
         self.present_since = dict.fromkeys(trainable, -math.inf)
         # Trained only in a checkpoint that is not safe: the training may be rolled back once more.
         trained_unsafely = [
@@ -441,9 +516,15 @@ class ObservedState:
             for name, playings in self.unsaved_rollouts.items()
             if branch.step_by_group.get(playings[0].group, 0) > self.safe_steps
         ]
-        self.unsaved_rollouts = {name: self.unsaved_rollouts[name] for name in (*trainable, *trained_unsafely)}
+        self.unsaved_rollouts = {
+            name: self.unsaved_rollouts[name] for name in (*trainable, *trained_unsafely)
+        }
         self.newest_leased = max(
-            [-1, *branch.step_by_group, *(playings[0].group for playings in self.unsaved_rollouts.values())]
+            [
+                -1,
+                *branch.step_by_group,
+                *(playings[0].group for playings in self.unsaved_rollouts.values()),
+            ]
         )
 
     def _on_process_ended(self, event: ProcessEnded) -> None:
@@ -490,19 +571,24 @@ class ObservedState:
     def _add_present(self, name: str, playings: list[RolloutFacts], at: float) -> None:
         """Record that the learner says that it has a trajectory."""
         if playings:
-            self.present_since[name], self.unsaved_rollouts[name] = at, playings
+            self.present_since[name] = at
+            self.unsaved_rollouts[name] = playings
 
     def _on_install_requested(self, event: InstallRequested) -> None:
         generator = self.generators[event.generator]
-        generator.installing_since, generator.installing_version = event.at, event.version
+        generator.installing_since = event.at
+        generator.installing_version = event.version
 
     def _on_weights_installed(self, event: WeightsInstalled) -> None:
         generator = self.generators[event.generator]
         generator.versions.append(event.version)
         generator.newest_version = max(generator.newest_version, event.version)
-        generator.installing_since, generator.last_report = None, event.at
+        generator.installing_since = None
+        generator.last_report = event.at
         others = (other for name, other in self.generators.items() if name != event.generator)
-        generator.newest_of_others = max((other.versions[-1] for other in others if other.versions), default=-1)
+        generator.newest_of_others = max(
+            (other.versions[-1] for other in others if other.versions), default=-1
+        )
 
     def _on_parent_requested(self, event: ParentRequested) -> None:
         self.generators[event.generator].fetching_since = event.at
@@ -526,7 +612,8 @@ class ObservedState:
 
     def _on_version_fetched(self, event: VersionFetched) -> None:
         generator = self.generators[event.generator]
-        generator.used_file, generator.fetching_since = event.file, None
+        generator.used_file = event.file
+        generator.fetching_since = None
 
     def _on_time_passed(self, event: TimePassed) -> None:
         for name in event.frozen:
@@ -553,13 +640,18 @@ class ObservedState:
     def _on_trajectories_acknowledged(self, event: TrajectoriesAcknowledged) -> None:
         for name in event.ids:
             playings = list(self._sent_to_learner[name].values())
-            if playings and playings[0].group not in self.current_branch.step_by_group and name not in self.held_bytes:
+            if (
+                playings
+                and playings[0].group not in self.current_branch.step_by_group
+                and name not in self.held_bytes
+            ):
                 self.held_bytes[name] = self.acknowledged_bytes(name)
                 if name not in self.present_since:
                     self._add_present(name, playings, event.at)
 
     def _on_step_trained(self, event: StepTrained) -> None:
-        guarantees, branch = self.guarantees, self.current_branch
+        guarantees = self.guarantees
+        branch = self.current_branch
         groups = tuple(members[0].group for members in event.groups)
         publishes = (
             branch.steps_since_version + 1 == guarantees.steps_per_publication
@@ -583,13 +675,18 @@ class ObservedState:
     def _on_weights_published(self, event: WeightsPublished) -> None:
         self.published_keys[event.lineage, event.version] = event.weights
         if event.lineage == self.lineage:
-            self.newest_version, self.newest_at = event.version, event.at
+            self.newest_version = event.version
+            self.newest_at = event.at
 
     def _on_checkpoint_saved(self, event: CheckpointSaved) -> None:
         self.safe_steps = max(self.safe_steps, event.step)
-        over = {group for group, step in self.current_branch.step_by_group.items() if step <= event.step}
+        over = {
+            group for group, step in self.current_branch.step_by_group.items() if step <= event.step
+        }
         self.unsaved_rollouts = {
-            name: playings for name, playings in self.unsaved_rollouts.items() if playings[0].group not in over
+            name: playings
+            for name, playings in self.unsaved_rollouts.items()
+            if playings[0].group not in over
         }
 
     def _on_spool_file_grew(self, event: SpoolFileGrew) -> None:
@@ -614,12 +711,16 @@ class ObservedState:
 
     def _on_evaluation_ended(self, event: EvaluationEnded) -> None:
         self.stored_evaluations.add(event.step)
-        self.evaluating_step, self.evaluated_tasks = None, event.tasks
+        self.evaluating_step = None
+        self.evaluated_tasks = event.tasks
         self._extend_after_last_step(event.at)
 
     def _on_evaluation_given_up(self, event: EvaluationGivenUp) -> None:
         if self.evaluating_step is not None:
-            self.given_up_evaluations |= {self.evaluating_step, self.last_due_step(self.evaluating_step)}
+            self.given_up_evaluations |= {
+                self.evaluating_step,
+                self.last_due_step(self.evaluating_step),
+            }
             self.evaluating_step = None
             self._extend_after_last_step(event.at)
 
@@ -633,7 +734,8 @@ class ObservedState:
         self.cut_short |= "kill" in event.what or "power" in event.what
 
     def _on_faults_over(self, event: FaultsOver) -> None:
-        self.faults_over, self.step_deadline = True, event.at + self.guarantees.first_seconds
+        self.faults_over = True
+        self.step_deadline = event.at + self.guarantees.first_seconds
         self.calm_since = event.at + CALM_SECONDS
 
     def _on_run_finished(self, event: RunFinished) -> None:

@@ -23,8 +23,8 @@ from dev.simulation.network import draw_seconds
 
 
 class HostProcess(VirtualProcess):
-    """A process on a host. `rng_label` is unique; `name` is that of the actor, and so is shared with the process that
-    replaces it."""
+    """A process on a host. `rng_label` is unique; `name` is that of the actor, and so is shared
+    with the process that replaces it."""
 
     def __init__(
         self,
@@ -37,7 +37,11 @@ class HostProcess(VirtualProcess):
         make_world: Callable[[HostProcess], SimulatedWorld],
     ):
         super().__init__(simulation.loop, name)
-        self.simulation, self.host, self.rng_label, self.pid, self.actor = simulation, host, rng_label, pid, actor
+        self.simulation = simulation
+        self.host = host
+        self.rng_label = rng_label
+        self.pid = pid
+        self.actor = actor
         self._rngs: dict[str, Random] = {}
         self.spawned_actors: list[SimulatedActor] = []
         """Actors that end with this process."""
@@ -104,7 +108,9 @@ class SimulatedProcesses:
     def request_stack_dump(self, pid: int, host: str) -> bool:
         found = self._find_process(pid, host)
         if found is not None:
-            self._process.simulation.log.log_event(self._process.name, "stacks_asked", of=found.name)
+            self._process.simulation.log.log_event(
+                self._process.name, "stacks_asked", of=found.name
+            )
         return found is not None
 
     def is_alive(self, pid: int, host: str) -> bool:
@@ -134,12 +140,15 @@ class SimulatedThreads:
 
     def __init__(self, process: HostProcess):
         self._process = process
-        self._loop, self._rng = process.simulation.loop, process.rng_for("threads")
+        self._loop = process.simulation.loop
+        self._rng = process.rng_for("threads")
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         self._process.raise_if_ended()
         answer = self._loop.create_future()
-        self._loop.call_later(self._draw_delay(), self._run_call, answer, functools.partial(function, *args, **kwargs))
+        self._loop.call_later(
+            self._draw_delay(), self._run_call, answer, functools.partial(function, *args, **kwargs)
+        )
         return await answer
 
     def _draw_delay(self) -> float:
@@ -150,14 +159,17 @@ class SimulatedThreads:
         if answer.cancelled():
             return 0.0
         self._process.disk_seconds = 0.0  # discard the work of the event loop
-        failed, result = False, None
+        failed = False
+        result = None
         try:
             result = call()
         except ProcessKilled:
             raise
         except BaseException as error:
-            failed, result = True, error
-        seconds, self._process.disk_seconds = self._process.disk_seconds, 0.0
+            failed = True
+            result = error
+        seconds = self._process.disk_seconds
+        self._process.disk_seconds = 0.0
         if seconds > 0:
             self._loop.call_later(seconds, _settle_answer, answer, failed, result)
         else:
@@ -212,7 +224,9 @@ class SimulatedWorkerThread:
             self._idle_waiters.clear()
 
     def _run_next(self) -> None:
-        seconds = self._threads._run_call(*self._queued_calls.popleft()) if self._queued_calls else 0.0
+        seconds = (
+            self._threads._run_call(*self._queued_calls.popleft()) if self._queued_calls else 0.0
+        )
         self._threads._loop.call_later(seconds, self._start_next)
 
     async def close(self) -> None:

@@ -60,7 +60,8 @@ class SimulationResult(msgspec.Struct, frozen=True):
         violated: Name of the invariant that was violated; "" for none.
         reason: Description of the violation.
         faults: Number of injected faults by kind.
-        gave_up: Errors with which the run ended before the last fault was over, and was started again.
+        gave_up: Errors with which the run ended before the last fault was over, and
+            was started again.
         unhandled: Errors that no task handled.
         seconds: Real seconds, which differ from time to time.
     """
@@ -81,8 +82,8 @@ class SimulationResult(msgspec.Struct, frozen=True):
 
 
 class SimulatedUser:
-    """The simulated user, an implementation of `r3async.actors.driver.DriverUI`. It shows nothing, and stops the run
-    when a fault requires it."""
+    """The simulated user, an implementation of `r3async.actors.driver.DriverUI`. It shows nothing,
+    and stops the run when a fault requires it."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -112,11 +113,12 @@ class SimulatedUser:
 
 @contextlib.contextmanager
 def tiny_model_directory() -> Iterator[Path]:
-    """Create a directory with the `config.json` and tokenizer of a tiny model, and make it the working directory until
-    the end."""
+    """Create a directory with the `config.json` and tokenizer of a tiny model, and make it the
+    working directory until the end."""
     from r3async.tools.init_model import build_byte_tokenizer
 
-    before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
+    before = Path.cwd()
+    directory = Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
     model = directory / MODEL_PATH
     try:
         model.mkdir()
@@ -132,8 +134,8 @@ def tiny_model_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_streams(fanout: int) -> Iterator[None]:
-    """Use small chunks and a small fan-out, so that the few bytes of the scripted learner are several chunks, and a few
-    hosts form a tree."""
+    """Use small chunks and a small fan-out, so that the few bytes of the scripted learner are
+    several chunks, and a few hosts form a tree."""
     with (
         replace_attribute(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES),
         replace_attribute(relay, "FANOUT", lambda _: fanout),
@@ -142,11 +144,14 @@ def small_streams(fanout: int) -> Iterator[None]:
 
 
 class SimulatedRun:
-    """One simulated run. `run` returns its result, after which `history` and `spans` are available. An error that no
-    task handles fails the run, too."""
+    """One simulated run. `run` returns its result, after which `history` and `spans` are available.
+    An error that no task handles fails the run, too."""
 
-    def __init__(self, case: SimulationCase, pipeline: type[RunLauncher] = RunLauncher, details: bool = False):
-        self.case, self._pipeline = case, pipeline
+    def __init__(
+        self, case: SimulationCase, pipeline: type[RunLauncher] = RunLauncher, details: bool = False
+    ):
+        self.case = case
+        self._pipeline = pipeline
         self.config: Config = case.workload.build_config(MODEL_PATH)
         described = decode_json_object((MODEL_PATH / "config.json").read_bytes())
         routing, _ = read_moe_layers(described)
@@ -184,7 +189,8 @@ class SimulatedRun:
         self.simulation.end_process(process, "the disk is ready")
 
     def _delay_training(self, process: HostProcess) -> float:
-        least, most = self.case.workload.least_train_seconds, self.case.workload.train_seconds
+        least = self.case.workload.least_train_seconds
+        most = self.case.workload.train_seconds
         return least + self._training.random() * (most - least)
 
     @property
@@ -193,7 +199,8 @@ class SimulatedRun:
 
     def run(self) -> SimulationResult:
         """Run to the end, or to the first event that violates an invariant."""
-        began, loop = time.perf_counter(), self.simulation.loop
+        began = time.perf_counter()
+        loop = self.simulation.loop
         violation: InvariantViolated | None = None
         try:
             root = loop.create_task(self._act_as_user(), name="root", context=Context())
@@ -206,7 +213,9 @@ class SimulatedRun:
             if violation is None and loop.failures:
                 violation = InvariantViolated("unhandled", loop.failures[0])
         except (DeadlockError, LimitReachedError) as error:
-            violation = self.simulation.violation or InvariantViolated("stuck", f"{type(error).__name__}: {error}")
+            violation = self.simulation.violation or InvariantViolated(
+                "stuck", f"{type(error).__name__}: {error}"
+            )
         self.spans = self._read_spans()
         self.simulation.close()
         state = self.checker.state
@@ -248,14 +257,16 @@ class SimulatedRun:
         finally:
             self.simulation.end_process(process, "it has read")
 
-    # -- the user and the driver ---------------------------------------------------------------------------------------
+    # -- the user and the driver -------------------------------------------------------------------
 
     def _request_stop(self) -> None:
         self._user.stop_requested = True
 
     async def _act_as_user(self) -> None:
-        """Act as the user, in no process: start the command, and repeat it whenever it ended before the run did."""
-        loop, host = self.simulation.loop, next(iter(self.simulation.hosts.values()))
+        """Act as the user, in no process: start the command, and repeat it whenever it ended
+        before the run did."""
+        loop = self.simulation.loop
+        host = next(iter(self.simulation.hosts.values()))
         watching = loop.create_task(self._pass_time())
         while True:
             outcome = await self._run_driver(self.simulation.begin_process("driver", host))
@@ -272,10 +283,13 @@ class SimulatedRun:
     async def _pass_time(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.simulation.see_event(TimePassed, tuple(p.name for p in self.simulation.processes if not p.running))
+            self.simulation.see_event(
+                TimePassed, tuple(p.name for p in self.simulation.processes if not p.running)
+            )
 
     async def _run_driver(self, process: HostProcess) -> Exception | str | None:
-        """Run the driver in a process. Returns what it raised, or why its process ended; None if it returned."""
+        """Run the driver in a process. Returns what it raised, or why its process ended;
+        None if it returned."""
         self._user = SimulatedUser()
         ended = self.simulation.loop.create_future()
 
@@ -294,19 +308,27 @@ class SimulatedRun:
         return task.exception()  # type: ignore[return-value]
 
     async def _run_command(self, process: HostProcess) -> None:
-        world, person = process.world, self._user
-        run = await open_run_directory(self.config, RUNS / "run", person.print_line, person.report_event, world=world)
+        world = process.world
+        person = self._user
+        run = await open_run_directory(
+            self.config, RUNS / "run", person.print_line, person.report_event, world=world
+        )
         try:
             await supervise_run(world, self.config, MODEL_PATH, run, person, self._pipeline)
         finally:
             run.lock.close()
 
     def _is_over(self, outcome: Exception | str | None) -> bool:
-        """Return whether the run is complete or has failed for good, so that the command is not repeated."""
+        """Return whether the run is complete or has failed for good, so that the command
+        is not repeated."""
         state = self.checker.state
         step_count = len(state.current_branch.steps) if state.branches else 0
         unfinished = self._user.resume_advised and outcome is None  # its last evaluation is missing
-        if step_count == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)) and not unfinished:
+        if (
+            step_count == self.config.steps
+            and (outcome is None or isinstance(outcome, ConfigError))
+            and not unfinished
+        ):
             self._record_finished(step_count)
             return True
         if self._user.stop_requested and _was_stopped(outcome):
@@ -321,13 +343,17 @@ class SimulatedRun:
             return True
         outcome_text = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
         if isinstance(outcome, str):
-            self.simulation.see_event(FaultReported, f"the driver ended ({outcome}); the person begins the run again")
+            self.simulation.see_event(
+                FaultReported, f"the driver ended ({outcome}); the person begins the run again"
+            )
             return False
         if not isinstance(outcome, RunFailed | ConfigError | CheckpointError | OSError | None):
             raise outcome
         if _may_fail(outcome, self._faults_end, self.simulation.loop.now):
             self.gave_up.append(outcome_text)
-            self.simulation.see_event(FaultReported, f"the command failed ({outcome_text}); the person gives it again")
+            self.simulation.see_event(
+                FaultReported, f"the command failed ({outcome_text}); the person gives it again"
+            )
             return False
         self._record_finished(step_count, outcome_text)
         return True
@@ -335,11 +361,14 @@ class SimulatedRun:
     def _record_finished(self, step_count: int, failed: str = "") -> None:
         with self._open_files() as files:
             rows = read_json_objects(RUNS / "run" / EVALUATION_FILE, files=files)
-        self.simulation.see_event(RunFinished, step_count, failed, tuple(row["step"] for row in rows))
+        self.simulation.see_event(
+            RunFinished, step_count, failed, tuple(row["step"] for row in rows)
+        )
 
 
 def _was_stopped(outcome: Exception | str | None) -> bool:
-    """Return whether the outcome fits a stop by the user: in order, or because an actor was lost or did not end."""
+    """Return whether the outcome fits a stop by the user: in order, or because an actor was
+    lost or did not end."""
     ended = outcome is None or isinstance(outcome, ProcessLost | StoppedBeforeStep)
     return ended or "stop_grace_seconds" in str(outcome)
 
@@ -348,10 +377,12 @@ _PASSING_ERRORS = (errno.EIO, errno.EMFILE, errno.ENOSPC)
 
 
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
-    """Return whether the user would repeat the command: a disk failed, or processes of the run are still writing. Both
-    are over some time after the `last` fault."""
+    """Return whether the user would repeat the command: a disk failed, or processes of the run are
+    still writing. Both are over some time after the `last` fault."""
     outcome_text = str(outcome)
-    disk = isinstance(outcome, OSError) or any(f"[Errno {n}]" in outcome_text for n in _PASSING_ERRORS)
+    disk = isinstance(outcome, OSError) or any(
+        f"[Errno {n}]" in outcome_text for n in _PASSING_ERRORS
+    )
     busy = isinstance(outcome, ConfigError) and (
         "in use by another" in outcome_text or "did not end within" in outcome_text
     )

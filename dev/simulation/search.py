@@ -17,7 +17,9 @@ from dev.simulation.run import SimulatedRun, SimulationResult, draw_case, tiny_m
 from dev.simulation.shrink import SimulationCase, shrink_case
 
 
-def run_case(case: SimulationCase, *, details: bool = False) -> tuple[SimulationResult, SimulatedRun]:
+def run_case(
+    case: SimulationCase, *, details: bool = False
+) -> tuple[SimulationResult, SimulatedRun]:
     """Simulate one case. The working directory must contain the model (`tiny_model_directory`)."""
     planted = MUTANTS[case.mutant].plant() if case.mutant else contextlib.nullcontext()
     with planted:
@@ -44,8 +46,8 @@ def quiet_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Exclude modules and the tokenizer from garbage collection, and collect a run's objects less often. This saves a
-    tenth of the time. Processes that are forked inside inherit it."""
+    """Exclude modules and the tokenizer from garbage collection, and collect a run's objects less
+    often. This saves a tenth of the time. Processes that are forked inside inherit it."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
@@ -56,9 +58,11 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def search_seeds(seeds: Sequence[int], *, jobs: int = 0, mutant: str = "") -> Iterator[SimulationResult]:
-    """Simulate seeds in `jobs` processes (0 for one per core), and yield the results. The search ends when its consumer
-    stops iterating."""
+def search_seeds(
+    seeds: Sequence[int], *, jobs: int = 0, mutant: str = ""
+) -> Iterator[SimulationResult]:
+    """Simulate seeds in `jobs` processes (0 for one per core), and yield the results. The search
+    ends when its consumer stops iterating."""
     with quiet_logs(), tiny_model_directory(), rare_collections():
         jobs = min(jobs or os.cpu_count() or 1, len(seeds))
         if jobs == 1:

@@ -1,4 +1,5 @@
-"""Shrinking of a failing run to a small one that fails alike: fewer faults, generators and steps, simpler settings.
+"""Shrinking of a failing run to a small one that fails alike: fewer faults, generators and steps,
+simpler settings.
 
 Shrinking is deterministic: what is tried next depends only on what failed before.
 """
@@ -14,7 +15,8 @@ from dev.simulation.workload import SimulatedWorkload
 
 
 class SimulationCase(msgspec.Struct, frozen=True):
-    """A reproducible run: its workload and seed, its faults, and the planted defect `mutant`, "" for none."""
+    """A reproducible run: its workload and seed, its faults, and the planted defect
+    `mutant`, "" for none."""
 
     workload: SimulatedWorkload
     faults: tuple[PlannedFault, ...] = ()
@@ -59,11 +61,13 @@ PLAIN_VALUES: dict[str, tuple[object, ...]] = {
 """Values of each setting that make a run easier to understand, the simplest first."""
 
 
-def shrink_case(case: SimulationCase, fails: Callable[[SimulationCase], bool], tries: int = 300) -> SimulationCase:
+def shrink_case(
+    case: SimulationCase, fails: Callable[[SimulationCase], bool], tries: int = 300
+) -> SimulationCase:
     """Return a smaller case for which `fails` is true, as it is for `case`.
 
-    If the search ends before `tries` runs, no single change that is tried here makes the result smaller. After `tries`
-    runs, the best case so far is returned.
+    If the search ends before `tries` runs, no single change that is tried here makes the result
+    smaller. After `tries` runs, the best case so far is returned.
     """
     tries_left = [tries]
 
@@ -89,7 +93,9 @@ def _fewer_faults(case: SimulationCase, holds: Callable[[SimulationCase], bool])
     while size:
         at = 0
         while at < len(case.faults):
-            smaller = msgspec.structs.replace(case, faults=(*case.faults[:at], *case.faults[at + size :]))
+            smaller = msgspec.structs.replace(
+                case, faults=(*case.faults[:at], *case.faults[at + size :])
+            )
             if holds(smaller):
                 case = smaller
             else:
@@ -109,7 +115,8 @@ def _reduce_case(
         improved = False
         for smaller in candidates(case):
             if holds(smaller):
-                case, improved = smaller, True
+                case = smaller
+                improved = True
                 break
     return case
 
@@ -140,4 +147,6 @@ def _shorter_faults(case: SimulationCase) -> Iterator[SimulationCase]:
         if fault.kind.endswith("_writing") and fault.amount > 1:
             smaller.append(msgspec.structs.replace(fault, amount=float(int(fault.amount / 2))))
         for one in smaller:
-            yield msgspec.structs.replace(case, faults=(*case.faults[:at], one, *case.faults[at + 1 :]))
+            yield msgspec.structs.replace(
+                case, faults=(*case.faults[:at], one, *case.faults[at + 1 :])
+            )

@@ -1,4 +1,5 @@
-"""The story of a simulated run, who did what and when in virtual time, and its trace for a timeline viewer."""
+"""The story of a simulated run, who did what and when in virtual time, and its trace for a
+timeline viewer."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ StoryLine = tuple[str, str]
 _TELLERS: dict[type[RunEvent], Callable[[Any], StoryLine]] = {}
 
 
-def _register_teller(kind: type[E]) -> Callable[[Callable[[E], StoryLine]], Callable[[E], StoryLine]]:
+def _register_teller(
+    kind: type[E],
+) -> Callable[[Callable[[E], StoryLine]], Callable[[E], StoryLine]]:
     def add_teller(tell: Callable[[E], StoryLine]) -> Callable[[E], StoryLine]:
         _TELLERS[kind] = tell
         return tell
@@ -69,18 +72,25 @@ def _register_teller(kind: type[E]) -> Callable[[Callable[[E], StoryLine]], Call
 
 
 def _name_groups(groups: Sequence[int]) -> str:
-    return f"group{'s' * (len(groups) != 1)} {', '.join(map(str, groups))}"
+    return f"group{'s' if len(groups) != 1 else ''} {', '.join(map(str, groups))}"
 
 
 def _version_range(f: RolloutFacts) -> str:
     """Return the range of versions that sampled the rollout, in words."""
-    return f"version {'-'.join(map(str, dict.fromkeys((f.versions[0], f.versions[-1]))))}" if f.versions else "nobody"
+    return (
+        f"version {'-'.join(map(str, dict.fromkeys((f.versions[0], f.versions[-1]))))}"
+        if f.versions
+        else "nobody"
+    )
 
 
 @_register_teller(LineageBegan)
 def _tell_lineage_began(e: LineageBegan) -> StoryLine:
     past = f"from step {e.step} of lineage {e.parent}" if e.parent else "from the start model"
-    return "driver", f"starts lineage {e.lineage} {past}: version {e.version}, {e.consumed} groups consumed"
+    return (
+        "driver",
+        f"starts lineage {e.lineage} {past}: version {e.version}, {e.consumed} groups consumed",
+    )
 
 
 @_register_teller(ProcessEnded)
@@ -160,7 +170,10 @@ def _tell_weights_installed(e: WeightsInstalled) -> StoryLine:
 @_register_teller(TrajectorySent)
 def _tell_trajectory_sent(e: TrajectorySent) -> StoryLine:
     f = e.trajectory
-    return e.generator, f"sends {f.trajectory_id}, sampled by {_version_range(f)} of lineage {f.lineage}"
+    return (
+        e.generator,
+        f"sends {f.trajectory_id}, sampled by {_version_range(f)} of lineage {f.lineage}",
+    )
 
 
 @_register_teller(EpisodeFailed)
@@ -170,7 +183,10 @@ def _tell_episode_failed(e: EpisodeFailed) -> StoryLine:
 
 @_register_teller(TrajectoriesDelivered)
 def _tell_trajectories_delivered(e: TrajectoriesDelivered) -> StoryLine:
-    return e.generator, f"delivers {', '.join(e.ids)}{'' if e.current else ', of a session that is over'}"
+    return (
+        e.generator,
+        f"delivers {', '.join(e.ids)}{'' if e.current else ', of a session that is over'}",
+    )
 
 
 @_register_teller(TrajectoriesAcknowledged)
@@ -197,7 +213,10 @@ def _tell_step_began(e: StepBegan) -> StoryLine:
 def _tell_step_trained(e: StepTrained) -> StoryLine:
     return (
         "learner",
-        f"has made step {e.step} of lineage {e.lineage}, with {_name_groups([m[0].group for m in e.groups])}",
+        (
+            f"has made step {e.step} of lineage {e.lineage}, with "
+            f"{_name_groups([m[0].group for m in e.groups])}"
+        ),
     )
 
 
@@ -248,7 +267,10 @@ def _tell_faults_over(e: FaultsOver) -> StoryLine:
 
 @_register_teller(RunFinished)
 def _tell_run_finished(e: RunFinished) -> StoryLine:
-    return "driver", f"the run failed: {e.failed}" if e.failed else f"the run has ended, after step {e.steps}"
+    return (
+        "driver",
+        f"the run failed: {e.failed}" if e.failed else f"the run has ended, after step {e.steps}",
+    )
 
 
 @_register_teller(EvaluationRemoved)
@@ -282,16 +304,26 @@ def tell_story(events: Sequence[RunEvent]) -> Iterator[str]:
             yield f"{event.at:9.3f} s  {who:<12} {what}"
 
 
-def write_story(case: SimulationCase, events: Sequence[RunEvent], verdict: str, last: int = 0) -> str:
-    """Return the story of a run: settings other than the defaults, faults, all or the `last` events, and the
-    verdict."""
+def write_story(
+    case: SimulationCase, events: Sequence[RunEvent], verdict: str, last: int = 0
+) -> str:
+    """Return the story of a run: settings other than the defaults, faults, all or the `last`
+    events, and the verdict."""
     usual = type(case.workload)(seed=case.workload.seed)
     settings = {
-        name: value for name, value in msgspec.structs.asdict(case.workload).items() if value != getattr(usual, name)
+        name: value
+        for name, value in msgspec.structs.asdict(case.workload).items()
+        if value != getattr(usual, name)
     }
-    lines = [f"seed {case.workload.seed}: " + ", ".join(f"{name} {value}" for name, value in settings.items())]
+    lines = [
+        f"seed {case.workload.seed}: "
+        + ", ".join(f"{name} {value}" for name, value in settings.items())
+    ]
     lines += [f"mutant: {case.mutant}"] if case.mutant else []
-    lines += ["faults: " + ("; ".join(f"at {f.at:g} s {f.to_text()}" for f in case.faults) or "none"), ""]
+    lines += [
+        "faults: " + ("; ".join(f"at {f.at:g} s {f.to_text()}" for f in case.faults) or "none"),
+        "",
+    ]
     told_lines = list(tell_story(events))
     if last and len(told_lines) > last:
         lines.append(f"({len(told_lines) - last} events before)")
@@ -299,19 +331,30 @@ def write_story(case: SimulationCase, events: Sequence[RunEvent], verdict: str, 
     return "\n".join([*lines, *told_lines, "", verdict])
 
 
-def write_trace(path: Path, spans: Sequence[Span], events: Sequence[RunEvent], epoch: float) -> None:
+def write_trace(
+    path: Path, spans: Sequence[Span], events: Sequence[RunEvent], epoch: float
+) -> None:
     """Write a trace.
 
-    A path `*.jsonl` gets the spans, in the format of `timeline.jsonl`. Any other path gets Chrome's Trace Event Format,
-    with a row for each actor and a mark for each event. `epoch` is the Unix time at virtual second 0.
+    A path `*.jsonl` gets the spans, in the format of `timeline.jsonl`. Any other path gets Chrome's
+    Trace Event Format, with a row for each actor and a mark for each event. `epoch` is the Unix
+    time at virtual second 0.
     """
     if path.suffix == ".jsonl":
         path.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
         return
-    marks = [(event.at, *_TELLERS[type(event)](event)) for event in events if _is_interesting(event)]
-    rows = {who: at for at, who in enumerate(sorted({span.who for span in spans} | {who for _, who, _ in marks}))}
+    marks = [
+        (event.at, *_TELLERS[type(event)](event)) for event in events if _is_interesting(event)
+    ]
+    rows = {
+        who: at
+        for at, who in enumerate(
+            sorted({span.who for span in spans} | {who for _, who, _ in marks})
+        )
+    }
     trace: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": who}} for who, tid in rows.items()
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": who}}
+        for who, tid in rows.items()
     ]
     for span in spans:
         facts = {"step": span.step, "version": span.version}
@@ -319,8 +362,18 @@ def write_trace(path: Path, spans: Sequence[Span], events: Sequence[RunEvent], e
         shown = {name: value for name, value in facts.items() if value is not None}
         lasts = max(1, round((span.end - span.start) * 1e6))
         trace.append(
-            {"ph": "X", "name": span.what, "pid": 1, "tid": rows[span.who], "ts": start, "dur": lasts, "args": shown}
+            {
+                "ph": "X",
+                "name": span.what,
+                "pid": 1,
+                "tid": rows[span.who],
+                "ts": start,
+                "dur": lasts,
+                "args": shown,
+            }
         )
     for at, who, what in marks:
-        trace.append({"ph": "i", "s": "t", "name": what, "pid": 1, "tid": rows[who], "ts": round(at * 1e6)})
+        trace.append(
+            {"ph": "i", "s": "t", "name": what, "pid": 1, "tid": rows[who], "ts": round(at * 1e6)}
+        )
     path.write_bytes(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": trace}))

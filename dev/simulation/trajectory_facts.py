@@ -1,5 +1,5 @@
-"""Facts that a trajectory states about itself, and the check that they can be true. With the scripted engine, every
-log-prob and route follows from the weights that sampled the token."""
+"""Facts that a trajectory states about itself, and the check that they can be true. With the
+scripted engine, every log-prob and route follows from the weights that sampled the token."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ WeightsKeys = Mapping[tuple[int, int], int]
 """Keys that identify weights (the checksum of their digest), by lineage and version."""
 
 
-def facts_of(trajectory: Trajectory, keys: WeightsKeys, routing: RoutingShape | None, nbytes: int = 0) -> RolloutFacts:
+def facts_of(
+    trajectory: Trajectory, keys: WeightsKeys, routing: RoutingShape | None, nbytes: int = 0
+) -> RolloutFacts:
     """Return the facts about a trajectory. `keys` are those of all published weights."""
     t = trajectory
     version_set: set[int] = set()
-    wrong, content = "", 0
+    wrong = ""
+    content = 0
     for sample in t.samples:
         mask = sample.table["loss_mask"]
         version_set.update(sample.table["policy_version"][mask].tolist())
@@ -53,21 +56,36 @@ def _find_mismatch(
     at = np.flatnonzero(mask)
     if not len(at):
         return ""
-    versions, tokens = table["policy_version"][at], table["token_ids"]
+    versions = table["policy_version"][at]
+    tokens = table["token_ids"]
     token_keys = [keys.get((lineage, version)) for version in versions.tolist()]
     if None in token_keys:
-        lacking = {version for version, key in zip(versions.tolist(), token_keys, strict=True) if key is None}
-        return f"{sample.sample_id} is of versions {sorted(lacking)} of lineage {lineage}, which were not published"
+        lacking = {
+            version
+            for version, key in zip(versions.tolist(), token_keys, strict=True)
+            if key is None
+        }
+        return (
+            f"{sample.sample_id} is of versions {sorted(lacking)} of lineage {lineage}, which "
+            "were not published"
+        )
     expected = scripted_logprobs(at, np.asarray(token_keys, np.uint64), tokens[at])
-    if len(odd := np.flatnonzero(table["rollout_logprobs"][at] != expected)):
-        place, version = int(at[odd[0]]), int(versions[odd[0]])
-        return f"token {place} of {sample.sample_id} has not the log-prob of version {version} of lineage {lineage}"
+    odd = np.flatnonzero(table["rollout_logprobs"][at] != expected)
+    if len(odd):
+        place = int(at[odd[0]])
+        version = int(versions[odd[0]])
+        return (
+            f"token {place} of {sample.sample_id} has not the log-prob of version {version} of "
+            f"lineage {lineage}"
+        )
     return _find_route_mismatch(sample, at, versions, routing) if routing is not None else ""
 
 
-def _find_route_mismatch(sample: Sample, at: np.ndarray, versions: np.ndarray, routing: RoutingShape) -> str:
-    """Return why the routes are wrong; "" if they are right. The weights that sampled a token also processed, and
-    routed, the token before it."""
+def _find_route_mismatch(
+    sample: Sample, at: np.ndarray, versions: np.ndarray, routing: RoutingShape
+) -> str:
+    """Return why the routes are wrong; "" if they are right. The weights that sampled a token also
+    processed, and routed, the token before it."""
     table: Any = sample.table
     fed = at - 1
     recorded = table["routing_recorded"][fed]

@@ -1,4 +1,5 @@
-"""The workload of a small random run: what is trained, on which processes, and how. Plain data, drawn from a seed."""
+"""The workload of a small random run: what is trained, on which processes, and how. Plain data,
+drawn from a seed."""
 
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ from r3async.config import Config, config_from_dict
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 
 MAX_RESTARTS = 200
-"""Maximum restarts of a generator, or of the run: more than faults can cause. That a run gives up after its last
-restart is tested elsewhere."""
+"""Maximum restarts of a generator, or of the run: more than faults can cause. That a run gives up
+after its last restart is tested elsewhere."""
 MIN_RUN_SECONDS = 600.0
 """Minimum virtual seconds that a drawn run takes: it trains for this long."""
 FIRST_STEP_STALLS = 15.0
-"""Maximum time from the last fault until the next step, in `stall_seconds`. It must suffice to detect a stall, end what
-stalled, restart the run, repeat a start that fails, and play the longest episodes."""
+"""Maximum time from the last fault until the next step, in `stall_seconds`. It must suffice to
+detect a stall, end what stalled, restart the run, repeat a start that fails, and play the
+longest episodes."""
 NEXT_STEP_STALLS = 7.5
 """Maximum time between two steps after that, in `stall_seconds`."""
 CALL_STALLS = 0.9
-"""Maximum time of a call of the environment, after which its process is ended, in `stall_seconds`."""
+"""Maximum time of a call of the environment, after which its process is ended, in
+`stall_seconds`."""
 MAX_TRAJECTORY_BYTES = 64 * 1024
 """Maximum size of one trajectory in bytes."""
 VERSION_BYTES = 400
@@ -38,17 +41,19 @@ SLACK_SECONDS = 30.0
 class SimulatedWorkload(msgspec.Struct, frozen=True):
     """The workload of a simulated run.
 
-    Driver, learner and conductor are on the first host; generators are on the other hosts, if there are any. Limits of
-    the configuration follow from `stall_seconds` and `silence_seconds`.
+    Driver, learner and conductor are on the first host; generators are on the other hosts, if there
+    are any. Limits of the configuration follow from `stall_seconds` and `silence_seconds`.
 
     Attributes:
         flat: Argument of the environment (`LetterTask`).
-        tasks: Argument of the environment (`LetterTask`). With a limited number, past rewards decide which are posed.
+        tasks: Argument of the environment (`LetterTask`). With a limited number, past rewards
+            decide which are posed.
         token_seconds: Seconds per token of an engine.
         seconds: Maximum seconds of a usual call of the environment.
         least_train_seconds: Minimum seconds of a training step.
         train_seconds: Maximum seconds of a training step.
-        slowness: Factor by which process starts, threads and messages are slower than with a small model.
+        slowness: Factor by which process starts, threads and messages are slower than
+            with a small model.
         fetch_seconds: Seconds to write the file of a version on a host.
         install_seconds: Maximum seconds in which an engine installs a version.
         fanout: Number of hosts to which a host sends weights at once.
@@ -106,7 +111,12 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
     @property
     def process_names(self) -> list[str]:
         """The names of the processes that faults may hit."""
-        return ["learner", "conductor", "driver", *(f"generator-{i}" for i in range(self.generators))]
+        return [
+            "learner",
+            "conductor",
+            "driver",
+            *(f"generator-{i}" for i in range(self.generators)),
+        ]
 
     @property
     def host_names(self) -> list[str]:
@@ -121,12 +131,15 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
     def expected_seconds(self) -> float:
         """The approximate duration in seconds of a run without faults, excluding loading."""
         waves = -(-self.prompts_per_step * self.group_size // (self.generators * self.concurrency))
-        episode = self.turns * (self.new_tokens / 2 * self.token_seconds + self.seconds / 2 * (1 + 10 / self.tail))
+        episode = self.turns * (
+            self.new_tokens / 2 * self.token_seconds + self.seconds / 2 * (1 + 10 / self.tail)
+        )
         train = (self.least_train_seconds + self.train_seconds) / 2
         return self.steps * max(waves * episode / (1 + self.max_staleness), train)
 
     def build_config(self, model: Path) -> Config:
-        """Return the run's configuration. `model` is the directory of the model for scripted engine and learner."""
+        """Return the run's configuration. `model` is the directory of the model for scripted
+        engine and learner."""
         return config_from_dict(self._config_settings(str(model)))
 
     def _config_settings(self, model: str) -> dict[str, Any]:
@@ -139,7 +152,10 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
                 "name": "dev.simulation.environment:LetterTask",
                 "args": {
                     "limit": CALL_STALLS * self.stall_seconds,
-                    **{n: getattr(self, n) for n in ("turns", "seconds", "tail", "failing", "flat", "tasks")},
+                    **{
+                        n: getattr(self, n)
+                        for n in ("turns", "seconds", "tail", "failing", "flat", "tasks")
+                    },
                 },
             },
             "episode": {
@@ -154,7 +170,10 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
                 "count": self.generators,
                 "concurrency": self.concurrency,
                 "engine": "scripted",
-                "engine_args": {"token_seconds": self.token_seconds, "install_seconds": self.install_seconds},
+                "engine_args": {
+                    "token_seconds": self.token_seconds,
+                    "install_seconds": self.install_seconds,
+                },
                 "max_restarts": MAX_RESTARTS,
                 "start_timeout": 2 * self.stall_seconds,
             },
@@ -168,7 +187,9 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
                 "tokens_per_step": self.tokens_per_step,
                 "replaced_groups": self.replacement_limit,
                 "epochs_per_step": self.epochs_per_step,
-                "difficulty": {"groups": 1, "settled_share": 0.2, "target": 0.4} if self.tasks else {},
+                "difficulty": {"groups": 1, "settled_share": 0.2, "target": 0.4}
+                if self.tasks
+                else {},
             },
             "algorithm": {"filter_zero_variance": bool(self.replacement_limit)},
             "routing": {"trace": "off"},
@@ -219,7 +240,8 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
         }
 
     def _evaluation_settings(self) -> dict[str, Any]:
-        """Return the settings of the evaluation. Its tasks are other ones than those of training, and none raises."""
+        """Return the settings of the evaluation. Its tasks are other ones than those of training,
+        and none raises."""
         return {
             "every_steps": self.evaluate_every,
             "at_start": self.evaluate_first,
@@ -249,7 +271,9 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
             age_bound=compute_staleness_bound(schedule),
             steps_per_publication=self.steps_per_publication,
             window=self.window,
-            urgent=(slots if schedule.takes_extra_groups else self.prompts_per_step) + self.window - 1,
+            urgent=(slots if schedule.takes_extra_groups else self.prompts_per_step)
+            + self.window
+            - 1,
             more_groups=bool(self.tokens_per_step),
             replaced_groups=self.replacement_limit,
             durable=survives if self.durability == "disk" else "nothing",
@@ -258,7 +282,9 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
             silence_seconds=self.silence_seconds,
             first_seconds=FIRST_STEP_STALLS * self.stall_seconds,
             step_seconds=NEXT_STEP_STALLS * self.stall_seconds,
-            install_seconds=SLACK_SECONDS + self.install_seconds + 2 * self.hosts * self.fetch_seconds,
+            install_seconds=SLACK_SECONDS
+            + self.install_seconds
+            + 2 * self.hosts * self.fetch_seconds,
             fetch_seconds=SLACK_SECONDS + 2 * self.hosts * self.fetch_seconds,
             evaluate_every=self.evaluate_every,
             evaluate_first=self.evaluate_first,
@@ -267,17 +293,23 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes_per_second(self) -> float:
-        """The speed of the in-memory file systems of hosts that fetch weights, in bytes per second."""
+        """The speed of the in-memory file systems of hosts that fetch weights, in
+        bytes per second."""
         return VERSION_BYTES / self.fetch_seconds if self.fetch_seconds else math.inf
 
 
 def draw_workload(seed: int) -> SimulatedWorkload:
-    """Draw the workload of a seed, which is the same on every machine. The run takes at least `MIN_RUN_SECONDS`."""
+    """Draw the workload of a seed, which is the same on every machine. The run takes at least
+    `MIN_RUN_SECONDS`."""
     rng = random.Random(f"workload/{seed}")
-    slow = rng.choice(["learner", "learner", "generators", "generators", "either", "either", "either"])
-    ahead, behind = slow == "learner", slow == "generators"
-    """Flags of which side is slow. If `ahead`, the learner is, so that as many groups as allowed are in flight. If
-    `behind`, the generators are, so that a group is played with newer weights than existed when it got its slot."""
+    slow = rng.choice(
+        ["learner", "learner", "generators", "generators", "either", "either", "either"]
+    )
+    ahead = slow == "learner"
+    behind = slow == "generators"
+    """Flags of which side is slow. If `ahead`, the learner is, so that as many groups as allowed
+    are in flight. If `behind`, the generators are, so that a group is played with newer weights
+    than existed when it got its slot."""
     steps = rng.randint(4, 9)
     train = MIN_RUN_SECONDS / steps
     drawn = SimulatedWorkload(
@@ -313,7 +345,8 @@ def draw_workload(seed: int) -> SimulatedWorkload:
         stall_seconds=rng.choice([120.0, 180.0]),
         silence_seconds=rng.choice([20.0, 40.0, 60.0]),
         probe=rng.random() < 0.3,
-        # These settings were added later. They are drawn last, so that the others of a seed stay the same.
+        # These settings were added later. They are drawn last, so that the others of a
+        # seed stay the same.
         replaced_groups=rng.choice([0, 0, 1, 2, 3]),
         epochs_per_step=rng.choice([1, 1, 2]),
         flat=rng.choice([0, 2, 3]),
@@ -323,7 +356,9 @@ def draw_workload(seed: int) -> SimulatedWorkload:
     drawn = _draw_restarts(drawn)
     drawn = _draw_evaluations(drawn)
     share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
-    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
+    return msgspec.structs.replace(
+        drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds)
+    )
 
 
 BRISK_SHARE = 0.15
@@ -333,8 +368,8 @@ BRISK_SHARE = 0.15
 def _draw_weights(drawn: SimulatedWorkload) -> SimulatedWorkload:
     """Draw how weights get to the engines, from a separate random stream.
 
-    With more than two generators, each is mostly on its own host. In some runs (`BRISK_SHARE`), several versions are
-    published while one is installed.
+    With more than two generators, each is mostly on its own host. In some runs (`BRISK_SHARE`),
+    several versions are published while one is installed.
     """
     rng = random.Random(f"weights/{drawn.seed}")
     if rng.random() < BRISK_SHARE:
@@ -360,15 +395,18 @@ def _draw_weights(drawn: SimulatedWorkload) -> SimulatedWorkload:
 
 
 QUICK_SHARE = 0.15
-"""Share of the runs in which a process is restarted while a call of its predecessor still waits or is on its way."""
+"""Share of the runs in which a process is restarted while a call of its predecessor still waits
+or is on its way."""
 
 
 def _draw_restarts(drawn: SimulatedWorkload) -> SimulatedWorkload:
-    """Draw whether processes restart quickly, from a separate random stream. Then generators have free places while
-    they play, so that their calls wait."""
+    """Draw whether processes restart quickly, from a separate random stream. Then generators have
+    free places while they play, so that their calls wait."""
     if random.Random(f"calls/{drawn.seed}").random() >= QUICK_SHARE:
         return drawn
-    return msgspec.structs.replace(drawn, slowness=0.25, concurrency=8, fetch_seconds=0.0, install_seconds=0.0)
+    return msgspec.structs.replace(
+        drawn, slowness=0.25, concurrency=8, fetch_seconds=0.0, install_seconds=0.0
+    )
 
 
 EVALUATED_SHARE = 0.4
@@ -376,7 +414,8 @@ EVALUATED_SHARE = 0.4
 
 
 def _draw_evaluations(drawn: SimulatedWorkload) -> SimulatedWorkload:
-    """Draw the evaluations, from a separate random stream. One takes up to two steps, so that many faults hit it."""
+    """Draw the evaluations, from a separate random stream. One takes up to two steps, so that
+    many faults hit it."""
     rng = random.Random(f"evaluations/{drawn.seed}")
     if rng.random() >= EVALUATED_SHARE:
         return drawn
@@ -390,8 +429,8 @@ def _draw_evaluations(drawn: SimulatedWorkload) -> SimulatedWorkload:
 
 
 def _call_seconds(drawn: SimulatedWorkload, playing: float) -> float:
-    """Return the maximum seconds of a call of the environment, so that a step's groups take about `playing` seconds. No
-    call takes so long that the run seems to stall."""
+    """Return the maximum seconds of a call of the environment, so that a step's groups take about
+    `playing` seconds. No call takes so long that the run seems to stall."""
     waves = drawn.prompts_per_step * drawn.group_size / (drawn.generators * drawn.concurrency)
     episode = playing / max(1.0, waves) - drawn.turns * drawn.new_tokens / 2 * drawn.token_seconds
     calls = (drawn.turns + 1) * (1 + 9 / drawn.tail) / 2

@@ -1,4 +1,5 @@
-"""A simulation: hosts and processes with one loop, one seed and one log, and the world as each process sees it."""
+"""A simulation: hosts and processes with one loop, one seed and one log, and the world as each
+process sees it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class SimulatedHost:
     """
 
     def __init__(self, name: str, disk: SimulatedDisk, boot_seconds: float):
-        self.name, self.disk, self.boot_seconds = name, disk, boot_seconds
+        self.name = name
+        self.disk = disk
+        self.boot_seconds = boot_seconds
         self.clock_offset = 0.0
         self.is_lost = False
         self.processes: dict[int, HostProcess] = {}
@@ -48,7 +51,8 @@ class SimulatedClock:
     """An implementation of `world.Clock`."""
 
     def __init__(self, loop: VirtualLoop, host: SimulatedHost):
-        self._loop, self._host = loop, host
+        self._loop = loop
+        self._host = host
 
     def monotonic(self) -> float:
         return self._host.boot_seconds + self._loop.now
@@ -91,8 +95,9 @@ class Simulation:
     """A simulation: everything that is simulated together.
 
     Args:
-        hosts: Names of the hosts. An actor is placed on the one with the fewest processes; the first one is for
-            processes that are begun by `begin_process`, and for what has to be on the same node.
+        hosts: Names of the hosts. An actor is placed on the one with the fewest processes; the
+            first one is for processes that are begun by `begin_process`, and for what has to be
+            on the same node.
         max_callbacks: Maximum number of callbacks of the loop.
         max_seconds: Maximum virtual seconds of the loop.
         keep_details: Keep every line of the log.
@@ -112,12 +117,16 @@ class Simulation:
         keep_details: bool = False,
         gpus: int = 0,
     ):
-        self.seed, self.delays, self.gpus = seed, delays or DelayRanges(), gpus
+        self.seed = seed
+        self.delays = delays or DelayRanges()
+        self.gpus = gpus
         self.loop = self.loop_class(max_callbacks=max_callbacks, max_seconds=max_seconds)
         self.log = SimulationLog(self.loop.time, keep_details=keep_details)
         boots = self.rng_for("boots")
         self.hosts = {
-            name: SimulatedHost(name, SimulatedDisk(self.rng_for(f"disk/{name}")), round(boots.uniform(1e3, 1e6), 3))
+            name: SimulatedHost(
+                name, SimulatedDisk(self.rng_for(f"disk/{name}")), round(boots.uniform(1e3, 1e6), 3)
+            )
             for name in hosts
         }
         self.network = SimulatedNetwork(self.loop, self.rng_for("network"), self._log_message)
@@ -130,23 +139,29 @@ class Simulation:
         self.cut_until: dict[tuple[str, str], float] = {}
         """Time until which calls between two hosts wait, by their sorted names."""
         self.plan_start: Callable[[SimulatedActor], tuple[float, bool]] = self._draw_start
-        """Function that returns how many seconds a process of an actor takes to start, and whether the start fails."""
+        """Function that returns how many seconds a process of an actor takes to start, and whether
+        the start fails."""
         self._start_counts: dict[str, int] = {}
         self._last_pid = 1000
 
-    # -- from the seed -----------------------------------------------------------------------------------------------
+    # -- from the seed -----------------------------------------------------------------------------
 
     def rng_for(self, use: str) -> Random:
         """Return a new random stream, which depends on the seed and `use` alone."""
         return Random(f"{self.seed}/{use}")
 
-    # -- hosts and processes -----------------------------------------------------------------------------------------
+    # -- hosts and processes -----------------------------------------------------------------------
 
-    def begin_process(self, name: str, host: SimulatedHost, actor: SimulatedActor | None = None) -> HostProcess:
-        """Begin a process with its own world, and return it. The driver is a process without an actor."""
+    def begin_process(
+        self, name: str, host: SimulatedHost, actor: SimulatedActor | None = None
+    ) -> HostProcess:
+        """Begin a process with its own world, and return it. The driver is a process
+        without an actor."""
         self._last_pid += 1
         self._start_counts[name] = number = self._start_counts.get(name, 0) + 1
-        process = HostProcess(self, host, name, f"{name}.{number}", self._last_pid, actor, SimulatedWorld)
+        process = HostProcess(
+            self, host, name, f"{name}.{number}", self._last_pid, actor, SimulatedWorld
+        )
         host.processes[process.pid] = process
         self.processes.append(process)
         self.log.log_event(name, "process_begun", pid=process.pid, host=host.name)
@@ -155,10 +170,11 @@ class Simulation:
     def place_actor(self, actor: SimulatedActor) -> SimulatedHost | None:
         """Return the host for a process of an actor; None if there is none.
 
-        This is the host of the actor's bundle, unless that moves from a lost host; the spawner's host, if the actor
-        must be beside it; otherwise the host with the fewest processes.
+        This is the host of the actor's bundle, unless that moves from a lost host; the spawner's
+        host, if the actor must be beside it; otherwise the host with the fewest processes.
         """
-        if (within := actor.placement.reserved_bundle) is not None:
+        within = actor.placement.reserved_bundle
+        if within is not None:
             host, stays = find_bundle_host(self, within)
             if host is not None or stays:
                 return host
@@ -183,10 +199,11 @@ class Simulation:
         """Return the process of this name that has not ended; None if there is none."""
         return next((process for process in self.processes if process.name == name), None)
 
-    # -- faults ------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def end_process(self, process: HostProcess, reason: str) -> None:
-        """End a process, like `kill -9`. The actors that it spawned end, too. Does nothing if it has ended."""
+        """End a process, like `kill -9`. The actors that it spawned end, too. Does nothing
+        if it has ended."""
         if process.ended:
             return
         self.log.log_event(process.name, "process_ended", pid=process.pid, reason=reason)
@@ -234,20 +251,27 @@ class Simulation:
         host.clock_offset += seconds
 
     def cut_hosts(self, one: SimulatedHost, other: SimulatedHost, seconds: float) -> None:
-        """Cut the connections between two hosts. For `seconds`, none is established; calls and their answers wait."""
+        """Cut the connections between two hosts. For `seconds`, none is established; calls and
+        their answers wait."""
         self.log.log_event(one.name, "cut_off", other=other.name, seconds=seconds)
-        names, until = (min(one.name, other.name), max(one.name, other.name)), self.loop.now + seconds
+        names = (min(one.name, other.name), max(one.name, other.name))
+        until = self.loop.now + seconds
         self.cut_until[names] = max(until, self.cut_until.get(names, 0.0))
         self.network.cut_connections(one.name, other.name, seconds)
 
     def _log_message(self, event: str, route: MessagePath, frames: Sequence[Buffer]) -> None:
-        self.log.log_detail(f"{event} {route.source} {route.target} {[len(frame) for frame in frames]}")
+        self.log.log_detail(
+            f"{event} {route.source} {route.target} {[len(frame) for frame in frames]}"
+        )
 
-    # -- running -----------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(self, process: HostProcess, main: Coroutine[Any, Any, Any]) -> Any:
-        """Run `main` in a process until it returns. Raises what it raises, `DeadlockError` and `LimitReachedError`."""
-        return self.loop.run_until_complete(self.loop.create_task(main, name="main", context=process.context.copy()))
+        """Run `main` in a process until it returns. Raises what it raises, `DeadlockError` and
+        `LimitReachedError`."""
+        return self.loop.run_until_complete(
+            self.loop.create_task(main, name="main", context=process.context.copy())
+        )
 
     def close(self) -> None:
         """End all processes. Idempotent."""
@@ -264,20 +288,25 @@ HASH_BATCH_LINES = 4096
 
 
 def format_field(value: Any) -> str:
-    """Return a value in the format of a line: without spaces, and without what differs between Python processes."""
+    """Return a value in the format of a line: without spaces, and without what differs between
+    Python processes."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(format_field, value))}]"
     text = str(value)
-    return text if text.isprintable() and text and not (set(text) & {" ", '"', "="}) else json.dumps(text)
+    return (
+        text
+        if text.isprintable() and text and not (set(text) & {" ", '"', "="})
+        else json.dumps(text)
+    )
 
 
 class SimulationLog:
     """The log of a simulation, and its hash, which must not differ between two runs of a seed.
 
-    Events (`log_event`) are for people: they are kept in `lines` and passed to `listeners`. Details (`log_detail`) go
-    into the hash, and into `lines` only if `keep_details` is set.
+    Events (`log_event`) are for people: they are kept in `lines` and passed to `listeners`. Details
+    (`log_detail`) go into the hash, and into `lines` only if `keep_details` is set.
     """
 
     def __init__(self, time: Callable[[], float], *, keep_details: bool = False):
@@ -285,14 +314,22 @@ class SimulationLog:
         self.listeners: list[Callable[[float, str, str, dict[str, Any]], None]] = []
         """Callbacks for each event, called with seconds, who, what and the fields."""
         self.keep_details = keep_details
-        self._time, self._hash = time, hashlib.blake2b(digest_size=16)
+        self._time = time
+        self._hash = hashlib.blake2b(digest_size=16)
         self._batch: list[str] = []
 
     def log_event(self, who: str, what: str, **fields: Any) -> None:
-        """Log an event. `fields` are numbers, short strings, or lists of them; they must not contain addresses of
-        objects or paths of this machine."""
+        """Log an event. `fields` are numbers, short strings, or lists of them; they must not
+        contain addresses of objects or paths of this machine."""
         now = self._time()
-        line = " ".join([f"{now:.6f}", who, what, *(f"{name}={format_field(value)}" for name, value in fields.items())])
+        line = " ".join(
+            [
+                f"{now:.6f}",
+                who,
+                what,
+                *(f"{name}={format_field(value)}" for name, value in fields.items()),
+            ]
+        )
         self.lines.append(line)
         self._add_line(line)
         for listener in self.listeners:

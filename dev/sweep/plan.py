@@ -82,7 +82,9 @@ def make_config(plan: SweepPlan, run: PlannedRun) -> Config:
 def list_points(plan: SweepPlan) -> list[SweepPoint]:
     """Combine each variant with each combination of the grid."""
     variants = plan.variants or {"": {}}
-    combinations = [dict(zip(plan.grid, values, strict=True)) for values in product(*plan.grid.values())]
+    combinations = [
+        dict(zip(plan.grid, values, strict=True)) for values in product(*plan.grid.values())
+    ]
     base_variant = plan.baseline or next(iter(variants))
     points = []
     for variant, settings in variants.items():
@@ -112,7 +114,9 @@ def list_runs(plan: SweepPlan) -> list[PlannedRun]:
                 settings["model.init.seed"] = plan.initial_models[number]
             settings["seed"] = seed
             overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-            runs.append(PlannedRun(name, point.name, seed, [f"name={json.dumps(name)}", *overrides]))
+            runs.append(
+                PlannedRun(name, point.name, seed, [f"name={json.dumps(name)}", *overrides])
+            )
     return runs
 
 

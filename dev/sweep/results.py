@@ -1,4 +1,5 @@
-"""Finished runs of a sweep, kept in one file, and what they come to: means over seeds with intervals, paired differences.
+"""Finished runs of a sweep, kept in one file, and what they come to: means over seeds with
+intervals, paired differences.
 
 A sweep appends each run that made all its steps to `finished.jsonl`: its settings, commit and
 machine, and by step the plan's metrics. All figures follow from that file alone, so the runs'
@@ -89,10 +90,15 @@ def collect_finished_run(
         return None
     rows = read_json_objects(path / "metrics.jsonl")
     columns = {
-        name: [None if (v := finite_or_none(row.get(name))) is None else float(f"{v:.6g}") for row in rows]
+        name: [
+            None if (v := finite_or_none(row.get(name))) is None else float(f"{v:.6g}")
+            for row in rows
+        ]
         for name in plan.metrics
     }
-    return FinishedRun(run.name, plan.preset, run.overrides, summary.status, summary.reason, dict(facts), columns)
+    return FinishedRun(
+        run.name, plan.preset, run.overrides, summary.status, summary.reason, dict(facts), columns
+    )
 
 
 def compute_figures(run: FinishedRun, metrics: Sequence[str]) -> dict[str, float]:
@@ -126,7 +132,10 @@ def compute_results(plan: SweepPlan, finished: Mapping[str, FinishedRun]) -> lis
     for point in list_points(plan):
         own = figures[point.name]
         names = dict.fromkeys(name for each in own.values() for name in each)
-        estimates = {name: estimate_mean([each[name] for each in own.values() if name in each]) for name in names}
+        estimates = {
+            name: estimate_mean([each[name] for each in own.values() if name in each])
+            for name in names
+        }
         differences = {}
         for name in names if point.base != point.name else ():
             base = figures[point.base]

@@ -63,7 +63,8 @@ def make_runs(
                 if process.poll() is None:
                     continue
                 del running[run.name]
-                if (made := collect_finished_run(directory, plan, run, facts)) is None:
+                made = collect_finished_run(directory, plan, run, facts)
+                if made is None:
                     failed.append(run.name)
                     print_line(f"{run.name}: failed; see {directory / run.name}.log")
                 else:

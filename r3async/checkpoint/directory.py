@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3async.checkpoint.evaluations import find_best_evaluation, read_evaluations, remove_evaluations
+from r3async.checkpoint.evaluations import (
+    find_best_evaluation,
+    read_evaluations,
+    remove_evaluations,
+)
 from r3async.checkpoint.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
@@ -58,19 +62,21 @@ class Checkpoint:
     files: Files = REAL_WORLD.files
 
     def open_learner_state(self) -> LearnerStateReader:
-        """Return a reader for the files that the learner's ranks wrote, for `LearnerBackend.restore_state`. Raises
-        `CheckpointError`."""
+        """Return a reader for the files that the learner's ranks wrote, for
+        `LearnerBackend.restore_state`. Raises `CheckpointError`."""
         from r3async.checkpoint.tensors import LearnerStateReader
 
         names = [f.name for f in self.manifest.files if f.name.startswith("learner-")]
         return LearnerStateReader([self.path / name for name in names], files=self.files)
 
 
-def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = REAL_WORLD.files) -> Checkpoint:
+def open_checkpoint(
+    path: Path, *, check_tensors: bool = True, files: Files = REAL_WORLD.files
+) -> Checkpoint:
     """Read and verify the checkpoint in the directory `path`.
 
-    Raises `CheckpointError` naming the file and what is wrong with it; `CheckpointUnreadable` if the disk fails to
-    return a file.
+    Raises `CheckpointError` naming the file and what is wrong with it; `CheckpointUnreadable` if
+    the disk fails to return a file.
 
     Args:
         check_tensors: Also verify the learner's files, which takes as long as reading them.
@@ -83,7 +89,8 @@ def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = RE
     named = _STEP_PATTERN.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(
-            f"{MANIFEST_FILE}: it is of step {manifest.step}, not of the step in the directory's name"
+            f"{MANIFEST_FILE}: it is of step {manifest.step}, not of the step in the "
+            "directory's name"
         )
     if STATE_FILE not in (file.name for file in manifest.files):
         raise CheckpointError(f"{MANIFEST_FILE}: it lists no {STATE_FILE}")
@@ -95,7 +102,10 @@ def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = RE
     except OSError as error:
         raise make_read_error(STATE_FILE, error) from error
     if state.steps != manifest.step:
-        raise CheckpointError(f"{STATE_FILE}: it is of step {state.steps}, and {MANIFEST_FILE} of step {manifest.step}")
+        raise CheckpointError(
+            f"{STATE_FILE}: it is of step {state.steps}, and {MANIFEST_FILE} of step "
+            f"{manifest.step}"
+        )
     return Checkpoint(path, state, manifest, files)
 
 
@@ -114,8 +124,12 @@ class CheckpointDirectory:
     ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
-        self.directory, self.files, self._report_event = Path(directory), files, report_event
-        self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
+        self.directory = Path(directory)
+        self.files = files
+        self._report_event = report_event
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._keep_best = keep_best
 
     @classmethod
     def from_config(
@@ -129,13 +143,24 @@ class CheckpointDirectory:
         """Return the checkpoints of a run, in the directory that `checkpoint.directory` names."""
         settings = config.checkpoint
         where = Path(settings.directory) if settings.directory else run_dir / "checkpoints"
-        last, every, best = settings.keep_last, settings.keep_every, settings.keep_best
-        return cls(where, keep_last=last, keep_every=every, keep_best=best, report_event=report_event, files=files)
+        last = settings.keep_last
+        every = settings.keep_every
+        best = settings.keep_best
+        return cls(
+            where,
+            keep_last=last,
+            keep_every=every,
+            keep_best=best,
+            report_event=report_event,
+            files=files,
+        )
 
     def list_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
         return sorted(
-            int(m[1]) for name in self.files.list_names(self.directory) if (m := _STEP_PATTERN.fullmatch(name))
+            int(m[1])
+            for name in self.files.list_names(self.directory)
+            if (m := _STEP_PATTERN.fullmatch(name))
         )
 
     @property
@@ -147,10 +172,12 @@ class CheckpointDirectory:
         return self.directory / f"step-{step:08d}"
 
     def recover_directory(self) -> None:
-        """Remove what a killed process did not finish, and have the names of what it did finish survive a power failure.
+        """Remove what a killed process did not finish, and have the names of what it did finish
+        survive a power failure.
 
-        Call this at the start of a run, before anything else. A process may have been killed between a checkpoint's
-        rename and the sync of its directory, and the run that resumes from it removes from its spool what it trained.
+        Call this at the start of a run, before anything else. A process may have been killed
+        between a checkpoint's rename and the sync of its directory, and the run that resumes from
+        it removes from its spool what it trained.
         """
         for path in (self.directory / name for name in self.files.list_names(self.directory)):
             if path.suffix in (".partial", ".removing") and _STEP_PATTERN.fullmatch(path.stem):
@@ -161,12 +188,15 @@ class CheckpointDirectory:
             self.files.fsync_directory(self.directory)
 
     def remove_later_evaluations(self, resume: Checkpoint | None) -> None:
-        """Remove the evaluations of steps after `resume`, or of all steps if the run goes on from its start: their
-        weights no longer exist."""
-        remove_evaluations(self.directory, after=resume.state.steps if resume else 0, files=self.files)
+        """Remove the evaluations of steps after `resume`, or of all steps if the run goes on from
+        its start: their weights no longer exist."""
+        remove_evaluations(
+            self.directory, after=resume.state.steps if resume else 0, files=self.files
+        )
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Make and return an empty directory in which all files of a step's checkpoint are to be written."""
+        """Make and return an empty directory in which all files of a step's checkpoint
+        are to be written."""
         make_directory(self.directory, files=self.files)
         partial = self.discard_partial(step)
         self.files.create_directory(partial)
@@ -179,15 +209,20 @@ class CheckpointDirectory:
         return partial
 
     def commit_checkpoint(self, state: RunState, parts: Iterable[FileEntry]) -> Path:
-        """Make the checkpoint that was begun visible. When this returns, it survives a power failure.
+        """Make the checkpoint that was begun visible. When this returns, it survives
+        a power failure.
 
         An older checkpoint of the same step, from before a resume, is superseded.
 
         Args:
             parts: Files that have been written to the checkpoint and are on the disk.
         """
-        partial, final = self.directory / f"step-{state.steps:08d}.partial", self.step_path(state.steps)
-        records = [*parts, write_checkpoint_file(partial / STATE_FILE, encode_state(state), files=self.files)]
+        partial = self.directory / f"step-{state.steps:08d}.partial"
+        final = self.step_path(state.steps)
+        records = [
+            *parts,
+            write_checkpoint_file(partial / STATE_FILE, encode_state(state), files=self.files),
+        ]
         write_checkpoint_file(
             partial / MANIFEST_FILE,
             CheckpointManifest(MANIFEST_SCHEMA, state.steps, records).encode(),
@@ -201,26 +236,30 @@ class CheckpointDirectory:
         return final
 
     def open_step(self, step: int) -> Checkpoint:
-        """Open and verify the checkpoint of `step`. Raises `CheckpointError`; `CheckpointUnreadable` if the disk fails
-        to return it in `READ_ATTEMPTS` attempts."""
+        """Open and verify the checkpoint of `step`. Raises `CheckpointError`;
+        `CheckpointUnreadable` if the disk fails to return it in `READ_ATTEMPTS` attempts."""
         for _ in range(READ_ATTEMPTS - 1):
             with contextlib.suppress(CheckpointUnreadable):
                 return open_checkpoint(self.step_path(step), files=self.files)
         return open_checkpoint(self.step_path(step), files=self.files)
 
-    def find_newest_intact(self, on_bad: Callable[[int, CheckpointError], object]) -> Checkpoint | None:
-        """Return the newest intact checkpoint, or None, after calling `on_bad(step, error)` for each newer one.
+    def find_newest_intact(
+        self, on_bad: Callable[[int, CheckpointError], object]
+    ) -> Checkpoint | None:
+        """Return the newest intact checkpoint, or None, after calling `on_bad(step, error)`
+        for each newer one.
 
-        Raises `CheckpointUnreadable` or `IncompatibleCheckpoint`: a checkpoint that the disk fails to return, or that
-        another version wrote, may be intact, and an older one must not silently take its place.
+        Raises `CheckpointUnreadable` or `IncompatibleCheckpoint`: a checkpoint that the disk
+        fails to return, or that another version wrote, may be intact, and an older one must not
+        silently take its place.
         """
         for step in reversed(self.list_steps()):
             try:
                 return self.open_step(step)
             except CheckpointUnreadable as error:
                 raise CheckpointUnreadable(
-                    f"{self.step_path(step)} cannot be read now ({error}), and may be intact: mend the disk and resume, or set "
-                    "`resume` to the path of an older checkpoint"
+                    f"{self.step_path(step)} cannot be read now ({error}), and may be intact: mend "
+                    "the disk and resume, or set `resume` to the path of an older checkpoint"
                 ) from error
             except IncompatibleCheckpoint as error:
                 raise IncompatibleCheckpoint(f"{self.step_path(step)}: {error}") from error
@@ -229,11 +268,12 @@ class CheckpointDirectory:
         return None
 
     def recover_newest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, or None if there never was one. Damaged ones are set aside and reported.
+        """Return the newest intact checkpoint, or None if there never was one. Damaged ones are set
+        aside and reported.
 
-        Raises `CheckpointError` if there are some and none is intact: starting over would silently discard the run.
-        Raises `CheckpointUnreadable` or `IncompatibleCheckpoint` if the disk fails to return a checkpoint or another
-        version wrote it; such a checkpoint is not set aside.
+        Raises `CheckpointError` if there are some and none is intact: starting over would silently
+        discard the run. Raises `CheckpointUnreadable` or `IncompatibleCheckpoint` if the disk fails
+        to return a checkpoint or another version wrote it; such a checkpoint is not set aside.
         """
         reasons: list[str] = []
 
@@ -246,19 +286,22 @@ class CheckpointDirectory:
         if found is None and (reasons or self._list_bad()):
             said = "; ".join(reasons) or "only those are left that could not be read before"
             raise CheckpointError(
-                f"no checkpoint in {self.directory} can be read ({said}); they are kept there as *.bad. Set "
-                'resume="none" to start over'
+                f"no checkpoint in {self.directory} can be read ({said}); they are kept there as "
+                '*.bad. Set resume="none" to start over'
             )
         return found
 
     def _list_bad(self) -> list[Path]:
         """Return the checkpoints that were set aside because they could not be read."""
         names = self.files.list_names(self.directory)
-        return [self.directory / name for name in names if name.startswith("step-") and ".bad" in name]
+        return [
+            self.directory / name for name in names if name.startswith("step-") and ".bad" in name
+        ]
 
     def supersede_later(self, step: int) -> None:
-        """Set aside all checkpoints of later steps: the run resumes from `step`, and makes them again. With a `step`
-        before 0, where a run begins, also set aside those that could not be read."""
+        """Set aside all checkpoints of later steps: the run resumes from `step`, and makes
+        them again. With a `step` before 0, where a run begins, also set aside those that
+        could not be read."""
         for later in self.list_steps():
             if later > step:
                 aside = self._set_aside(self.step_path(later), "superseded")
@@ -268,7 +311,8 @@ class CheckpointDirectory:
             self._set_aside(bad, "superseded")
 
     def _set_aside(self, path: Path, suffix: str) -> Path:
-        aside, count = path.with_suffix(f".{suffix}"), 1
+        aside = path.with_suffix(f".{suffix}")
+        count = 1
         while self.files.stat(aside) is not None:
             count += 1
             aside = path.with_suffix(f".{suffix}-{count}")
@@ -277,8 +321,8 @@ class CheckpointDirectory:
         return aside
 
     def find_best(self) -> tuple[int, float] | None:
-        """Return the step of the best checkpoint by its evaluation's `keep_best`, and that figure; None if there is no
-        such setting or no such evaluation."""
+        """Return the step of the best checkpoint by its evaluation's `keep_best`, and that figure;
+        None if there is no such setting or no such evaluation."""
         if not self._keep_best:
             return None
         return find_best_evaluation(
@@ -289,20 +333,23 @@ class CheckpointDirectory:
         """Return the steps of the best checkpoint, and of those that are being evaluated."""
         if not self._keep_best:
             return set()
-        evaluations, best = read_evaluations(self.directory, files=self.files), self.find_best()
+        evaluations = read_evaluations(self.directory, files=self.files)
+        best = self.find_best()
         playing = {step for step, one in evaluations.items() if not one.is_finished}
         return playing | ({best[0]} if best else set())
 
     def prune_old(self) -> list[int]:
         """Remove old checkpoints, and return their steps.
 
-        The last `keep_last` stay, every step that `keep_every` divides, the newest that is intact, and with `keep_best`
-        the best and those that are being evaluated. Nothing is removed before one of those that stay has been read
-        again and found intact.
+        The last `keep_last` stay, every step that `keep_every` divides, the newest that is intact,
+        and with `keep_best` the best and those that are being evaluated. Nothing is removed before
+        one of those that stay has been read again and found intact.
         """
         steps = self.list_steps()
         kept = set(steps[-self._keep_last :])
-        kept |= {s for s in steps if self._keep_every and s % self._keep_every == 0} | self._protected_steps()
+        kept |= {
+            s for s in steps if self._keep_every and s % self._keep_every == 0
+        } | self._protected_steps()
         extra = [s for s in steps if s not in kept]
         if not extra:
             return []
@@ -321,7 +368,8 @@ class CheckpointDirectory:
 
 
 def find_checkpoint(path: Path, *, files: Files = REAL_WORLD.files) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest intact one of the run at `path`. This changes nothing.
+    """Return the checkpoint at `path`, or the newest intact one of the run at `path`. This
+    changes nothing.
 
     Raises `CheckpointError` if there is none.
     """
@@ -337,5 +385,9 @@ def find_checkpoint(path: Path, *, files: Files = REAL_WORLD.files) -> Checkpoin
     if found is not None:
         return found
     if reasons:
-        raise CheckpointError(f"no checkpoint in {inside.directory} can be read ({'; '.join(reasons)})")
-    raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints (checkpoints/step-*)")
+        raise CheckpointError(
+            f"no checkpoint in {inside.directory} can be read ({'; '.join(reasons)})"
+        )
+    raise CheckpointError(
+        f"{path} is neither a checkpoint nor a run with checkpoints (checkpoints/step-*)"
+    )

@@ -40,11 +40,14 @@ class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def evaluation_path(directory: Path, step: int) -> Path:
-    """Return the path of a step's evaluation file in `directory`, the directory of the checkpoints."""
+    """Return the path of a step's evaluation file in `directory`, the directory of
+    the checkpoints."""
     return directory / f"evaluation-{step:08d}.json"
 
 
-def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: Files = REAL_WORLD.files) -> Path:
+def write_evaluation(
+    directory: Path, evaluation: EvaluationFile, *, files: Files = REAL_WORLD.files
+) -> Path:
     """Write the file of an evaluation, and return its path. Raises `OSError`."""
     make_directory(directory, files=files)
     path = evaluation_path(directory, evaluation.step)
@@ -52,10 +55,13 @@ def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: File
     return path
 
 
-def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dict[int, EvaluationFile]:
+def read_evaluations(
+    directory: Path, *, files: Files = REAL_WORLD.files
+) -> dict[int, EvaluationFile]:
     """Return the evaluations by step, oldest first. Files that are no evaluations are left out.
 
-    Raises `OSError` if the system does not return one now: it may be of the best checkpoint, which is then not pruned.
+    Raises `OSError` if the system does not return one now: it may be of the best checkpoint, which
+    is then not pruned.
     """
     found = {}
     for name in files.list_names(directory):
@@ -69,9 +75,11 @@ def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dic
     return dict(sorted(found.items()))
 
 
-def remove_evaluations(directory: Path, *, after: int | None = None, files: Files = REAL_WORLD.files) -> None:
-    """Remove the evaluations that were not finished; with `after`, those of later steps instead, which a resume takes
-    back."""
+def remove_evaluations(
+    directory: Path, *, after: int | None = None, files: Files = REAL_WORLD.files
+) -> None:
+    """Remove the evaluations that were not finished; with `after`, those of later steps instead,
+    which a resume takes back."""
     for step, one in read_evaluations(directory, files=files).items():
         if step > after if after is not None else not one.is_finished:
             files.remove(evaluation_path(directory, step))
@@ -80,9 +88,11 @@ def remove_evaluations(directory: Path, *, after: int | None = None, files: File
 def find_best_evaluation(
     evaluations: dict[int, EvaluationFile], metric: str, steps: list[int]
 ) -> tuple[int, float] | None:
-    """Return the first of `steps` whose evaluation has the largest `metric`, and that value; None if none was
-    evaluated."""
-    values = {step: evaluations[step].figures.get(metric) for step in sorted(steps) if step in evaluations}
+    """Return the first of `steps` whose evaluation has the largest `metric`, and that value; None
+    if none was evaluated."""
+    values = {
+        step: evaluations[step].figures.get(metric) for step in sorted(steps) if step in evaluations
+    }
     known = {step: float(value) for step, value in values.items() if isinstance(value, int | float)}
     if not known:
         return None

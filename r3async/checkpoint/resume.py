@@ -36,19 +36,20 @@ FIXED_SETTINGS = (
     "learner.freeze_router",
     "sft",
 )
-"""Settings, and whole sections, that may not change during a run: they determine which tasks come next, slots and
-leases, what is trained, and the layout of the tensors."""
+"""Settings, and whole sections, that may not change during a run: they determine which tasks come
+next, slots and leases, what is trained, and the layout of the tensors."""
 
 CHANGEABLE_SETTINGS = (
-    "steps, learner.lr and the rest of learner (parallel, dtype, …), algorithm, generator, checkpoint, supervise"
+    "steps, learner.lr and the rest of learner (parallel, dtype, …), algorithm, generator, "
+    "checkpoint, supervise"
 )
 
 
 def find_changed_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that have changed: the saved and the current value, by dotted key.
 
-    A setting that the saved configuration does not know has its default. `name` and `resume` are not training settings,
-    and are ignored.
+    A setting that the saved configuration does not know has its default. `name` and `resume` are
+    not training settings, and are ignored.
     """
     # In the form that a checkpoint has: without tuples.
     old, new, defaults = (
@@ -57,32 +58,40 @@ def find_changed_settings(saved: Mapping[str, Any], config: Config) -> dict[str,
     )
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):
-        was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
+        was = old.get(key, defaults.get(key))
+        value = new.get(key, defaults.get(key))
         if not _may_be_equal(was, value):
             out[key] = (was, value)
     return out
 
 
 def _may_be_equal(was: Any, value: Any) -> bool:
-    """Return True if two values are equal, or if one is a redacted secret, whose value is no longer known."""
+    """Return True if two values are equal, or if one is a redacted secret, whose value is
+    no longer known."""
     if isinstance(was, list) and isinstance(value, list) and len(was) == len(value):
         return all(map(_may_be_equal, was, value))
     return was == value or REDACTED in (was, value)
 
 
 def check_resume_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from those `saved` (`config_to_dict`) and may differ. Raises `CheckpointError`
-    naming those that may not."""
+    """Return the settings that differ from those `saved` (`config_to_dict`) and may differ. Raises
+    `CheckpointError` naming those that may not."""
     changed = find_changed_settings(saved, config)
-    refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED_SETTINGS)}
+    refused = {
+        k: v
+        for k, v in changed.items()
+        if any(k == f or k.startswith(f"{f}.") for f in FIXED_SETTINGS)
+    }
     if "env.args.digest" in refused:
         path = config_to_dict(config)["env"]["args"].get("path") or config.env.name
         raise CheckpointError(
-            f"the rows of `data` = {path!r}, or which of them are evaluated, have changed since the run began: put the file "
-            'back, or set resume="none" to start over'
+            f"the rows of `data` = {path!r}, or which of them are evaluated, have changed since "
+            'the run began: put the file back, or set resume="none" to start over'
         )
     if refused:
-        said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
+        said = "; ".join(
+            f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items()
+        )
         raise CheckpointError(
             f"the run cannot be resumed with other settings: {said}. Set them back, or set "
             f'resume="none" to start over. What may differ: {CHANGEABLE_SETTINGS}'
@@ -90,26 +99,31 @@ def check_resume_settings(saved: Mapping[str, Any], config: Config) -> dict[str,
     return changed
 
 
-def check_start_model(state: RunState, model_path: Path, *, files: Files = REAL_WORLD.files) -> None:
-    """Raise `CheckpointError` if the start model is not the one that the run began with, which is its reference
-    model."""
+def check_start_model(
+    state: RunState, model_path: Path, *, files: Files = REAL_WORLD.files
+) -> None:
+    """Raise `CheckpointError` if the start model is not the one that the run began with, which is
+    its reference model."""
     fingerprint = fingerprint_model(model_path, files=files)
     if fingerprint != state.model_fingerprint:
         raise CheckpointError(
-            f"the model in {model_path} is not the one that the run began with (in {state.model_path}): its fingerprint is "
-            f"{fingerprint[:12]}, not {state.model_fingerprint[:12]}. Put that model back, or set `model.path` to it"
+            f"the model in {model_path} is not the one that the run began with (in "
+            f"{state.model_path}): its fingerprint is {fingerprint[:12]}, not "
+            f"{state.model_fingerprint[:12]}. Put that model back, or set `model.path` to it"
         )
 
 
-_SAMPLE_BLOCKS, _BLOCK_BYTES = 64, 65536
+_SAMPLE_BLOCKS = 64
+_BLOCK_BYTES = 65536
 
 
 def fingerprint_model(directory: Path, *, files: Files = REAL_WORLD.files) -> str:
-    """Return the SHA-256 over names and sizes of the model's files, all of `config.json`, and a sample of each weight
-    file.
+    """Return the SHA-256 over names and sizes of the model's files, all of `config.json`, and a
+    sample of each weight file.
 
-    A sample is 64 blocks of 64 KiB spread evenly, the header among them. This covers all of a small file, and enough of
-    a large one to tell trained weights from others, without reading hundreds of gigabytes at every start.
+    A sample is 64 blocks of 64 KiB spread evenly, the header among them. This covers all of a small
+    file, and enough of a large one to tell trained weights from others, without reading hundreds of
+    gigabytes at every start.
     """
     digest = hashlib.sha256()
     names = files.list_names(directory)
@@ -134,11 +148,11 @@ def rewind_records(
     *,
     files: Files = REAL_WORLD.files,
 ) -> dict[str, int]:
-    """Cut the run's records back to their lengths at the checkpoint, and append the lines that were still in memory
-    then.
+    """Cut the run's records back to their lengths at the checkpoint, and append the lines that were
+    still in memory then.
 
-    Returns the bytes cut off, by file. Raises `OSError`. A record that is shorter than it was, or lost, stays as it is:
-    figures are lost, but training is not.
+    Returns the bytes cut off, by file. Raises `OSError`. A record that is shorter than it was, or
+    lost, stays as it is: figures are lost, but training is not.
 
     Args:
         record_bytes: Length of each record at the checkpoint, by file name.
@@ -146,8 +160,14 @@ def rewind_records(
     """
     cut = {}
     for name in files.list_names(run_dir):
-        length, found = record_bytes.get(name), files.stat(run_dir / name)
-        if length is not None and found is not None and not found.is_directory and found.size > length:
+        length = record_bytes.get(name)
+        found = files.stat(run_dir / name)
+        if (
+            length is not None
+            and found is not None
+            and not found.is_directory
+            and found.size > length
+        ):
             with files.open(run_dir / name, create=True) as file:
                 file.truncate(length)
             cut[name] = found.size - length
@@ -159,8 +179,8 @@ def rewind_records(
 
 
 def restore_admission(admission: AdmissionController, state: RunState) -> None:
-    """Restore slots and leases as they were, with the checkpoint's weights in every engine. Raises `CheckpointError` if
-    they are inconsistent."""
+    """Restore slots and leases as they were, with the checkpoint's weights in every engine. Raises
+    `CheckpointError` if they are inconsistent."""
     try:
         admission.load_state_dict(state.admission, state.consumed, state.consumed_beyond)
         admission.version_published(state.version)

@@ -15,14 +15,16 @@ LOCK_POLL_SECONDS = 0.1
 
 
 class RunLock:
-    """A `flock` on a file in the run's directory, which the kernel releases when the process ends, however it ends.
+    """A `flock` on a file in the run's directory, which the kernel releases when the process ends,
+    however it ends.
 
-    The process that prepares the directory holds it exclusively; then all processes that write the run's records share
-    it.
+    The process that prepares the directory holds it exclusively; then all processes that write the
+    run's records share it.
     """
 
     def __init__(self, run_dir: Path, *, files: Files = REAL_WORLD.files):
-        self._run_dir, self._file = run_dir, files.open(run_dir / RUN_LOCK_FILE, create=True)
+        self._run_dir = run_dir
+        self._file = files.open(run_dir / RUN_LOCK_FILE, create=True)
 
     async def acquire_exclusive(
         self,
@@ -31,13 +33,14 @@ class RunLock:
         *,
         clock: Callable[[], float] = REAL_WORLD.clock.monotonic,
     ) -> bool:
-        """Acquire the lock exclusively, as soon as nobody else has it. Returns False if that takes longer than
-        `timeout` seconds.
+        """Acquire the lock exclusively, as soon as nobody else has it. Returns False if that takes
+        longer than `timeout` seconds.
 
-        A shared lock that this process holds is given up for it. `on_wait` is called once if the lock is not free at
-        once.
+        A shared lock that this process holds is given up for it. `on_wait` is called once if the
+        lock is not free at once.
         """
-        deadline, reported = clock() + timeout, False
+        deadline = clock() + timeout
+        reported = False
         while True:
             try:
                 self._file.lock()
@@ -51,10 +54,11 @@ class RunLock:
                 await asyncio.sleep(LOCK_POLL_SECONDS)
 
     def acquire_shared(self) -> None:
-        """Acquire the lock together with others. An exclusive lock that this process holds is given up for it.
+        """Acquire the lock together with others. An exclusive lock that this process holds is
+        given up for it.
 
-        Raises `BlockingIOError`, at once, if another process holds the lock exclusively: that process prepares the
-        directory for another start, to which this process does not belong.
+        Raises `BlockingIOError`, at once, if another process holds the lock exclusively: that
+        process prepares the directory for another start, to which this process does not belong.
         """
         try:
             self._file.lock(shared=True)

@@ -29,7 +29,8 @@ class _StartsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[RunStart] | None:
     """Return all starts of the run, oldest first; None if this is not the directory of a run.
 
-    Raises `CheckpointError` for a file that is damaged, and `CheckpointUnreadable` if the system does not return it.
+    Raises `CheckpointError` for a file that is damaged, and `CheckpointUnreadable` if the system
+    does not return it.
     """
     path = run_dir / LINEAGES_FILE
     try:
@@ -38,27 +39,32 @@ def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[R
         return None
     except OSError as error:
         # It may be intact: nobody should move it aside for a moment without a descriptor.
-        raise CheckpointUnreadable(f"{path} cannot be read now ({error}): the same command tries again") from error
+        raise CheckpointUnreadable(
+            f"{path} cannot be read now ({error}): the same command tries again"
+        ) from error
     except MalformedError as error:
         raise CheckpointError(
-            f"{path} is damaged ({error}): it numbers the starts of the run, and without it tokens of weights that a "
-            'resume took back could be trained. Move it and spool/ aside, or set resume="none"'
+            f"{path} is damaged ({error}): it numbers the starts of the run, and without it "
+            "tokens of weights that a resume took back could be trained. Move it and spool/ "
+            'aside, or set resume="none"'
         ) from error
 
 
 class RunIdentity:
-    """The small files without which nobody can resume a run or load its model, kept in memory: its settings, its
-    starts, and what its own start model has besides weights. Raises `OSError`."""
+    """The small files without which nobody can resume a run or load its model, kept in memory: its
+    settings, its starts, and what its own start model has besides weights. Raises `OSError`."""
 
     def __init__(self, run_dir: Path, *, files: Files = REAL_WORLD.files):
-        self._run_dir, self._files = run_dir, files
+        self._run_dir = run_dir
+        self._files = files
         start_model = [run_dir / "init" / name for name in files.list_names(run_dir / "init")]
         small = [path for path in start_model if path.suffix not in WEIGHT_SUFFIXES]
         paths = [run_dir / "config.toml", run_dir / LINEAGES_FILE, *small]
         self._contents = {path: read_file(path, files=files) for path in paths}
 
     def restore_if_deleted(self) -> bool:
-        """Write the files anew if the run's directory was deleted or moved. Returns True if it was. Raises `OSError`."""
+        """Write the files anew if the run's directory was deleted or moved. Returns True if it was.
+        Raises `OSError`."""
         if self._files.stat(self._run_dir / LINEAGES_FILE) is not None:
             return False
         for path, content in self._contents.items():
@@ -74,10 +80,15 @@ def mark_run_directory(run_dir: Path, *, files: Files = REAL_WORLD.files) -> Non
 
 
 def begin_lineage(
-    run_dir: Path, resume: Checkpoint | None, model: str, origin: str = "", *, files: Files = REAL_WORLD.files
+    run_dir: Path,
+    resume: Checkpoint | None,
+    model: str,
+    origin: str = "",
+    *,
+    files: Files = REAL_WORLD.files,
 ) -> Lineage:
-    """Return the lineage of a start that begins now. Its number was never used in this directory before, and is on the
-    disk when this returns.
+    """Return the lineage of a start that begins now. Its number was never used in this directory
+    before, and is on the disk when this returns.
 
     Raises `CheckpointError`.
 
@@ -87,19 +98,27 @@ def begin_lineage(
         origin: The checkpoint's run, if it is another one.
     """
     starts = read_run_starts(run_dir, files=files) or []
-    parent, version = (resume.state.lineage, resume.state.version) if resume else (Lineage(), 0)
+    if resume:
+        parent = resume.state.lineage
+        version = resume.state.version
+    else:
+        parent = Lineage()
+        version = 0
     lineage, start = parent.start_child(starts, version, model, origin)
     _write_starts(run_dir, [*starts, start], files)
     return lineage
 
 
 def describe_origin(resume: Checkpoint, checkpoints: Path) -> str:
-    """Return the run and step of a checkpoint that is not in `checkpoints`, the run's own; "" for one that is."""
+    """Return the run and step of a checkpoint that is not in `checkpoints`, the run's own; ""
+    for one that is."""
     ours = resume.path.parent.absolute() == checkpoints.absolute()
     return "" if ours else f"{resume.state.run_id} step {resume.state.steps}"
 
 
 def _write_starts(run_dir: Path, starts: list[RunStart], files: Files) -> None:
     replace_file(
-        run_dir / LINEAGES_FILE, msgspec.json.format(msgspec.json.encode(_StartsFile(starts))) + b"\n", files=files
+        run_dir / LINEAGES_FILE,
+        msgspec.json.format(msgspec.json.encode(_StartsFile(starts))) + b"\n",
+        files=files,
     )

@@ -16,38 +16,41 @@ from r3async.untrusted import MalformedError, decode_json
 from r3async.world.appending import RecordFlusher
 
 STATE_SCHEMA = 2
-"""Schema version of the state, to be raised when the meaning of a field changes. New fields have defaults and need no
-new schema."""
+"""Schema version of the state, to be raised when the meaning of a field changes. New fields have
+defaults and need no new schema."""
 
 CONDUCTOR_RECORD_FILES = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
 LEARNER_RECORD_FILES = ("routing.jsonl", "trained.jsonl")
 RECORD_FILES = CONDUCTOR_RECORD_FILES + LEARNER_RECORD_FILES
-"""Record files of a run with an entry for each step: a resume takes back what came after its checkpoint."""
+"""Record files of a run with an entry for each step: a resume takes back what came
+after its checkpoint."""
 
 
 class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The conductor's part of a run's state between two steps."""
 
     admission: dict[str, Any] = {}
-    """Slots and leases, from `AdmissionController.state_dict()`. No holder of a lease outlives the run; see
-    `AdmissionController.requeue_after_resume`."""
+    """Slots and leases, from `AdmissionController.state_dict()`. No holder of a lease outlives the
+    run; see `AdmissionController.requeue_after_resume`."""
     tasks: dict[str, Any] = {}
     """Scores of tasks, from `TaskHistory.state_dict()`, if they influence which tasks are posed."""
     record_bytes: dict[str, int] = {}
-    """Length of each record in bytes, by file name, for example `metrics.jsonl`. `rewind_records` cuts off what came
-    later."""
+    """Length of each record in bytes, by file name, for example `metrics.jsonl`. `rewind_records`
+    cuts off what came later."""
     record_kept: dict[str, list[str]] = {}
-    """Lines behind these lengths that the disk had not taken yet, each with its line end. `rewind_records` writes
-    them."""
+    """Lines behind these lengths that the disk had not taken yet, each with its line end.
+    `rewind_records` writes them."""
     pending_rows: list[dict[str, Any]] = []
     """Rows of steps whose weights had not been delivered; they are not in the record yet."""
     elapsed: float = 0.0
     """Seconds of running, summed over all processes that the run has had so far."""
     generated_tokens: int = 0
 
-    async def with_record_positions(self, run_dir: Path, names: Sequence[str], *, keeper: RecordFlusher) -> Self:
-        """Return the state with the current positions of these records, which are then on the disk up to there. Only
-        this process appends to the records."""
+    async def with_record_positions(
+        self, run_dir: Path, names: Sequence[str], *, keeper: RecordFlusher
+    ) -> Self:
+        """Return the state with the current positions of these records, which are then on the disk
+        up to there. Only this process appends to the records."""
         positions = {name: keeper.file_position(run_dir / name) for name in names}
         await keeper.fsync_files(run_dir, names)
         kept = {
@@ -57,7 +60,8 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         }
         return msgspec.structs.replace(
             self,
-            record_bytes=self.record_bytes | {name: at.whole_bytes for name, at in positions.items()},
+            record_bytes=self.record_bytes
+            | {name: at.whole_bytes for name, at in positions.items()},
             record_kept=self.record_kept | kept,
         )
 
@@ -65,8 +69,8 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The state of a run's training: the conductor's part and what the learner adds.
 
-    What the learner's ranks hold (optimizer steps and with them the learning rate, the trust region's controller,
-    random number generators) is in their files, see `LearnerMetadata`.
+    What the learner's ranks hold (optimizer steps and with them the learning rate, the trust
+    region's controller, random number generators) is in their files, see `LearnerMetadata`.
     """
 
     steps: int
@@ -85,16 +89,20 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         counts = (self.steps, self.version, self.consumed, *self.since_publication)
         if min(counts) < 0 or max(counts) >= 2**63:
-            raise ValueError("steps, version and groups are counts: never negative, and below 2**63")
+            raise ValueError(
+                "steps, version and groups are counts: never negative, and below 2**63"
+            )
         if min(self.record_bytes.values(), default=0) < 0:
             raise ValueError("`record_bytes` are lengths, and never negative")
         if any(group <= self.consumed for group in self.consumed_beyond):
-            raise ValueError(f"`consumed_beyond` names a group before {self.consumed}, or that group itself")
+            raise ValueError(
+                f"`consumed_beyond` names a group before {self.consumed}, or that group itself"
+            )
 
 
 class TrustRegionState(TypedDict):
-    """The state of the trust region's controller. `gaps`, `variances` and `reach` are missing where an older release
-    wrote the state.
+    """The state of the trust region's controller. `gaps`, `variances` and `reach` are missing where
+    an older release wrote the state.
 
     Attributes:
         coef: Coefficient of the KL term.
@@ -138,8 +146,9 @@ def decode_state(data: bytes) -> RunState:
         schema = decode_json(data, _SchemaOnly).schema
         if schema != STATE_SCHEMA:
             raise IncompatibleCheckpoint(
-                f"run.json: it is of schema {schema}, and this version of r3async reads {STATE_SCHEMA}: resume with the version "
-                "that wrote it, or `r3async export` its model there and start from that"
+                f"run.json: it is of schema {schema}, and this version of r3async reads "
+                f"{STATE_SCHEMA}: resume with the version that wrote it, or `r3async export` its "
+                "model there and start from that"
             )
         return decode_json(data, RunState)
     except MalformedError as error:

@@ -1,7 +1,8 @@
-"""One typed run configuration: defaults here, a short TOML file over them, `key=value` overrides over that.
+"""One typed run configuration: defaults here, a short TOML file over them, `key=value`
+overrides over that.
 
-Each section is a struct with its documentation next to the value. Unknown or ill-typed keys are refused with the
-key's path and the nearest valid name (`ConfigError`).
+Each section is a struct with its documentation next to the value. Unknown or ill-typed keys are
+refused with the key's path and the nearest valid name (`ConfigError`).
 """
 
 from r3async.config.algorithm import BUILTIN_POLICY_LOSSES as BUILTIN_POLICY_LOSSES

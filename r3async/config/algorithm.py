@@ -21,37 +21,39 @@ from r3async.config.user_code import import_object
 
 
 class RolloutKLConfig(Section):
-    """The trust region: a term `coef * KL(rollout || learner)` on every trained token, and bounds on the drift."""
+    """The trust region: a term `coef * KL(rollout || learner)` on every trained token, and
+    bounds on the drift."""
 
     estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
-    """Estimator of the KL term in the loss. The drift measured for `target` and `max` is always k3's mean over
-    trained tokens."""
+    """Estimator of the KL term in the loss. The drift measured for `target` and `max` is always
+    k3's mean over trained tokens."""
     coef: float = 0.01
     """Weight of the rollout-KL term. With `target`, its initial value and its minimum."""
     target: PositiveFloat | None = None
-    """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays
-    constant."""
+    """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the
+    coefficient stays constant."""
     limit: PositiveFloat | None = None
-    """A step is shortened, to 1/32 at most, if served drift on the probed episodes would exceed this. What is above it
-    even so is published, with the event `drift_beyond_limit`; `max` makes no update. Unset: the `target`, if there is
-    one."""
+    """A step is shortened, to 1/32 at most, if served drift on the probed episodes would exceed
+    this. What is above it even so is published, with the event `drift_beyond_limit`; `max` makes no
+    update. Unset: the `target`, if there is one."""
     max: PositiveFloat | None = None
-    """Measured drift above which a step makes no optimizer update; nor does one whose drift is not finite. Unset: no
-    step is refused."""
+    """Measured drift above which a step makes no optimizer update; nor does one whose drift is not
+    finite. Unset: no step is refused."""
     measure: Literal["served", "replayed"] = "served"
-    """Drift that `target` and `max` refer to. `served`: with the routers' own choice (`rollout_kl/served_k3`).
-    `replayed`: with the routes of the rollout (`rollout_kl/k3`)."""
+    """Drift that `target` and `max` refer to. `served`: with the routers' own choice
+    (`rollout_kl/served_k3`). `replayed`: with the routes of the rollout (`rollout_kl/k3`)."""
     probe_share: UnitFraction = 0.04
-    """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it is not measured."""
+    """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it
+    is not measured."""
     probe_tokens: int = 640
-    """Minimum number of tokens that are probed in a step, prompts included, but at most a quarter of the step's tokens.
-    Among few tokens, a single one would dominate the mean."""
+    """Minimum number of tokens that are probed in a step, prompts included, but at most a quarter
+    of the step's tokens. Among few tokens, a single one would dominate the mean."""
     probe_every: PositiveInt = 4
-    """Steps from one such pass to the next; in between, served drift is estimated from the replayed one. With `max` and
-    no `limit` there is a pass in every step."""
+    """Steps from one such pass to the next; in between, served drift is estimated from the replayed
+    one. With `max` and no `limit` there is a pass in every step."""
     token_limit: PositiveFloat = 100.0
-    """Maximum that one token's k3 contributes to the measured drift. As the `estimator`, k3 continues as a straight
-    line from there."""
+    """Maximum that one token's k3 contributes to the measured drift. As the `estimator`, k3
+    continues as a straight line from there."""
     coef_max: PositiveFloat = 1.0
     """Maximum of the adapted coefficient."""
     gain: PositiveFloat = 0.2
@@ -66,11 +68,13 @@ class RolloutKLConfig(Section):
 
     @property
     def measurement_interval(self) -> int:
-        """The number of steps from one measurement of served drift before the update to the next. With a `limit`
-        served drift is always predicted, so a failure that only routes show does not go unnoticed in between; with
-        `max` alone every step is measured."""
+        """The number of steps from one measurement of served drift before the update to the next.
+        With a `limit` served drift is always predicted, so a failure that only routes show does not
+        go unnoticed in between; with `max` alone every step is measured."""
         return (
-            1 if self.measure == "served" and self.max is not None and self.update_limit is None else self.probe_every
+            1
+            if self.measure == "served" and self.max is not None and self.update_limit is None
+            else self.probe_every
         )
 
     @property
@@ -81,11 +85,18 @@ class RolloutKLConfig(Section):
 
     def check_values(self) -> None:
         if self.target is not None and not 0 < self.coef <= self.coef_max:
-            raise ValueError("with `target`, `coef` must be more than 0, as it starts there, and at most `coef_max`")
+            raise ValueError(
+                "with `target`, `coef` must be more than 0, as it starts there, and "
+                "at most `coef_max`"
+            )
         if self.target is not None and self.max is not None and self.max <= self.target:
-            raise ValueError("`max` must be more than `target`, or every other step makes no update")
+            raise ValueError(
+                "`max` must be more than `target`, or every other step makes no update"
+            )
         if self.limit is not None and not self.probe_share:
-            raise ValueError("`limit` needs `probe_share`: the drift after a step is predicted on these episodes")
+            raise ValueError(
+                "`limit` needs `probe_share`: the drift after a step is predicted on these episodes"
+            )
         if self.target is not None and self.limit is not None and self.limit < self.target:
             raise ValueError("`limit` must be at least `target`, or every other step is shortened")
 
@@ -94,20 +105,20 @@ class ReferenceKLConfig(Section):
     coef: float = 0.0
     """Weight of KL(learner || frozen reference model). 0: that model is not loaded."""
     weighted: bool = True
-    """Weight each token's term by learner / rollout, which is right for tokens that older weights sampled
-    (DeepSeek-V3.2). Off is GRPO's term."""
+    """Weight each token's term by learner / rollout, which is right for tokens that older weights
+    sampled (DeepSeek-V3.2). Off is GRPO's term."""
     weight_cap: PositiveFloat = 5.0
     """Truncation of these weights."""
 
 
 class DistillationConfig(Section):
-    """Distillation on the policy's own samples (on-policy distillation): a teacher scores each sampled token. The
-    difference between its log-prob and the engine's is added to the token's advantage: in the mean, this is the
-    gradient of KL(learner || teacher)."""
+    """Distillation on the policy's own samples (on-policy distillation): a teacher scores each
+    sampled token. The difference between its log-prob and the engine's is added to the token's
+    advantage: in the mean, this is the gradient of KL(learner || teacher)."""
 
     teacher: str = ""
-    """Directory of a Hugging Face model with the same tokenizer. Each rank of the learner holds all of it. Empty: no
-    teacher."""
+    """Directory of a Hugging Face model with the same tokenizer. Each rank of the learner holds all
+    of it. Empty: no teacher."""
     coef: PositiveFloat = 1.0
     """Factor by which that difference is multiplied."""
     rewards: bool = True
@@ -129,8 +140,8 @@ class TruncatedPGConfig(Section):
 
 class PPOConfig(ClipConfig):
     dual_clip: float | None = None
-    """Bound on the loss of tokens with negative advantage, as a multiple of the advantage (3 in arXiv 1912.09729).
-    Unset: no bound."""
+    """Bound on the loss of tokens with negative advantage, as a multiple of the advantage (3 in
+    arXiv 1912.09729). Unset: no bound."""
 
     def check_values(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -151,19 +162,20 @@ class GSPOConfig(ClipConfig):
     clip_low: PositiveFloat = 3e-4
     """Clip range of the ratio of a whole episode, per token: 3e-4 and 4e-4 in arXiv 2507.18071."""
     clip_high: PositiveFloat = 4e-4
-    """Upper end of that range. A range meant for single tokens, such as 0.28, would clip nothing here."""
+    """Upper end of that range. A range meant for single tokens, such as 0.28, would
+    clip nothing here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights: the square root of twice
-    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n), so that rounding
-    alone clips none."""
+    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n),
+    so that rounding alone clips none."""
 
 
 class CISPOConfig(ClipConfig):
     clip_low: PositiveFloat = 1.0
     """Lower end of the clip range. 1: no lower bound."""
     clip_high: PositiveFloat = 4.0
-    """Upper end of the clip range: a token's weight is at most 1 more than this, and its gradient stays (arXiv
-    2506.13585)."""
+    """Upper end of the clip range: a token's weight is at most 1 more than this, and its gradient
+    stays (arXiv 2506.13585)."""
 
 
 class SAPOConfig(Section):
@@ -175,13 +187,14 @@ class SAPOConfig(Section):
 class DPPOConfig(Section):
     threshold_low: PositiveFloat = 0.2
     threshold_high: PositiveFloat = 0.2
-    """Threshold of |difference of probability|, above which a token is pushed no further down, and no further up."""
+    """Threshold of |difference of probability|, above which a token is pushed no further down,
+    and no further up."""
 
 
 class CorrectionConfig(Section):
-    """Masks for trained tokens that the policy loss leaves out because learner and rollout policy differ on them too
-    much. The KL terms keep them, and denominators stay unchanged. Each mask is off unless set. A ratio is learner /
-    rollout, and bounds are inclusive."""
+    """Masks for trained tokens that the policy loss leaves out because learner and rollout policy
+    differ on them too much. The KL terms keep them, and denominators stay unchanged. Each mask is
+    off unless set. A ratio is learner / rollout, and bounds are inclusive."""
 
     icepop_low: float | None = None
     icepop_high: float | None = None
@@ -190,19 +203,19 @@ class CorrectionConfig(Section):
     """A token is kept if the binary KL, in both directions, is at most this. KPop: 0.1."""
     geometric_low: float | None = None
     geometric_high: float | None = None
-    """An episode is kept if the geometric mean of its tokens' ratios is within these bounds, for example 0.99 and
-    1.001."""
+    """An episode is kept if the geometric mean of its tokens' ratios is within these bounds, for
+    example 0.99 and 1.001."""
     product_low: float | None = None
     product_high: float | None = None
     """An episode is kept if the product of its tokens' ratios is within these bounds."""
     max_token_kl: float | None = None
     """An episode is kept if none of its tokens has a k3 above this."""
     anchor: Literal["learner", "recomputed"] = "learner"
-    """Numerator of these ratios. `learner`: the current learner. `recomputed`: the learner before the step, as in the
-    sources (one more forward pass)."""
+    """Numerator of these ratios. `learner`: the current learner. `recomputed`: the learner before
+    the step, as in the sources (one more forward pass)."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """Multiply the policy loss by importance weights recomputed / rollout, per token or per episode, truncated at
-    `weight_cap`. Needs both anchors to be `recomputed`."""
+    """Multiply the policy loss by importance weights recomputed / rollout, per token or per
+    episode, truncated at `weight_cap`. Needs both anchors to be `recomputed`."""
     weight_cap: PositiveFloat = 2.0
 
     @property
@@ -212,28 +225,45 @@ class CorrectionConfig(Section):
 
     def check_values(self) -> None:
         if self.weight != "none" and self.anchor != "recomputed":
-            raise ValueError('`weight` needs `anchor` = "recomputed": its ratio is recomputed / rollout')
+            raise ValueError(
+                '`weight` needs `anchor` = "recomputed": its ratio is recomputed / rollout'
+            )
         for name in ("icepop", "geometric", "product"):
-            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            low = getattr(self, f"{name}_low")
+            high = getattr(self, f"{name}_high")
             if low is not None and not 0 < low <= 1:
-                raise ValueError(f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree")
+                raise ValueError(
+                    f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree"
+                )
             if high is not None and high < 1:
-                raise ValueError(f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree")
+                raise ValueError(
+                    f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree"
+                )
 
 
 class OverlongPenaltyConfig(Section):
     """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13)."""
 
     buffer: int = 0
-    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`. 0: no penalty."""
+    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to
+    `factor`. 0: no penalty."""
     factor: PositiveFloat = 1.0
 
 
 GROUP_RELATIVE_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
-"""Values of `algorithm.advantage` that compare an episode with the others of its group, so that a group needs
-several episodes."""
+"""Values of `algorithm.advantage` that compare an episode with the others of its group, so that a
+group needs several episodes."""
 
-BUILTIN_POLICY_LOSSES = ("truncated_pg", "ppo", "tis", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
+BUILTIN_POLICY_LOSSES = (
+    "truncated_pg",
+    "ppo",
+    "tis",
+    "gspo",
+    "cispo",
+    "sapo",
+    "dppo",
+    "decoupled_ppo",
+)
 """The built-in values of `algorithm.policy_loss`."""
 
 
@@ -241,34 +271,40 @@ class RouterAuxConfig(Section):
     """Load-balancing loss of the routers, with the replayed experts as the load."""
 
     coef: float = 0.0
-    """Weight of the load-balancing loss of every MoE layer, `experts * sum_i f_i P_i` (Switch Transformer, arXiv
-    2101.03961, eq. 4); 1 is an even load. Needs `routing.replay`."""
+    """Weight of the load-balancing loss of every MoE layer, `experts * sum_i f_i P_i` (Switch
+    Transformer, arXiv 2101.03961, eq. 4); 1 is an even load. Needs `routing.replay`."""
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"
+    ] = "grpo"
     """Advantage estimator; docs/algorithms.md has the formulas."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
-    """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is compared with the same
-    turn of its group; only where every turn is rewarded for its own answer. `token`: the same for the reward from a
-    token to the episode's end."""
+    """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
+    compared with the same turn of its group; only where every turn is rewarded for its own answer.
+    `token`: the same for the reward from a token to the episode's end."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation, with `advantage = "grpo"`. Off gives Dr.GRPO's advantage."""
+    """Divide by the group's standard deviation, with `advantage = "grpo"`. Off gives
+    Dr.GRPO's advantage."""
     filter_zero_variance: bool = False
-    """Leave groups out of training whose episodes all have the same score, without `overlong_penalty`: answers that
-    differ by their lengths alone are equal. `schedule.replaced_groups` takes others in their place."""
+    """Leave groups out of training whose episodes all have the same score, without
+    `overlong_penalty`: answers that differ by their lengths alone are equal.
+    `schedule.replaced_groups` takes others in their place."""
     overlong_filter: bool = False
-    """Leave episodes out of training that ended because an answer, or the context, became too long. Their scores still
-    count in their group."""
+    """Leave episodes out of training that ended because an answer, or the context, became too long.
+    Their scores still count in their group."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
-    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
+    reduction: Literal[
+        "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"
+    ] = "token_mean"
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
-    """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo`,
-    or your own as `module:function`."""
+    """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`,
+    `dppo`, `decoupled_ppo`, or your own as `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`: the learner's before the
-    step's first update (one more forward pass)."""
+    """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`: the
+    learner's before the step's first update (one more forward pass)."""
     truncated_pg: TruncatedPGConfig = msgspec.field(default_factory=TruncatedPGConfig)
     ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
     tis: TISConfig = msgspec.field(default_factory=TISConfig)
@@ -289,40 +325,51 @@ class AlgorithmConfig(Section):
 
     def check_values(self) -> None:
         if self.advantage == "maxrl" and self.overlong_penalty.buffer:
-            raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
+            raise ValueError(
+                "`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is "
+                "for rewards >= 0"
+            )
         if self.correction.weight != "none" and (
             self.anchor == "rollout" or self.policy_loss in ("tis", "decoupled_ppo")
         ):
             raise ValueError(
-                '`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "recomputed", and a `policy_loss` '
-                "other than 'tis' and 'decoupled_ppo', which have it"
+                "`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "
+                '"recomputed", and a `policy_loss` other than '
+                "'tis' and 'decoupled_ppo', which have it"
             )
         if self.policy_loss not in BUILTIN_POLICY_LOSSES and ":" not in self.policy_loss:
             hint = did_you_mean(
-                self.policy_loss, BUILTIN_POLICY_LOSSES, f"built in: {', '.join(BUILTIN_POLICY_LOSSES)}."
+                self.policy_loss,
+                BUILTIN_POLICY_LOSSES,
+                f"built in: {', '.join(BUILTIN_POLICY_LOSSES)}.",
             )
             raise ValueError(
-                f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is `module:function`."
+                f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is "
+                "`module:function`."
             )
 
 
 def check_policy_loss(config: AlgorithmConfig) -> None:
-    """Import a user-defined policy loss. Raises `ConfigError`. Reading a configuration does not do this, as the
-    configuration may come from a stranger."""
+    """Import a user-defined policy loss. Raises `ConfigError`. Reading a configuration does not do
+    this, as the configuration may come from a stranger."""
     if config.policy_loss not in BUILTIN_POLICY_LOSSES:
         import_policy_loss(config.policy_loss)
 
 
 def import_policy_loss(path: str) -> Callable[..., Any]:
-    """Return the function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
+    """Return the function at `module:function`. Raises `ConfigError` if there is none that
+    takes one argument."""
     try:
         function = import_object(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
-        raise ConfigError(f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}") from error
+        raise ConfigError(
+            f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}"
+        ) from error
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"[algorithm] `policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
+            f"[algorithm] `policy_loss` = {path!r} must be a function of one argument, the loss "
+            f"inputs: {error}"
         ) from error
     return function

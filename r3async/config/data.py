@@ -23,38 +23,45 @@ class RewardConfig(Section):
 
 
 class DataConfig(Section):
-    """Your own rows as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward` is set beside `data`,
-    at the top. Both become `env.name = "dataset"` and `env.args`, and appear so in a run's `config.toml`."""
+    """Your own rows as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward` is
+    set beside `data`, at the top. Both become `env.name = "dataset"` and `env.args`, and appear so
+    in a run's `config.toml`."""
 
     path: str = ""
-    """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files or of `datasets.save_to_disk`, or the id
-    of a dataset on the Hugging Face hub. A relative path starts where the run was started; in a TOML file, at that file.
-    From Python also rows: a list of dicts, or a `datasets.Dataset`."""
+    """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files or of
+    `datasets.save_to_disk`, or the id of a dataset on the Hugging Face hub. A relative path starts
+    where the run was started; in a TOML file, at that file. From Python also rows: a list of dicts,
+    or a `datasets.Dataset`."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
-    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose names have it as a word
-    (`gsm8k_train.jsonl`). Where no name has the word of any split, `train` is all files."""
+    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose
+    names have it as a word (`gsm8k_train.jsonl`). Where no name has the word of any split,
+    `train` is all files."""
     prompt: PromptTemplate = "prompt"
-    """Column with a text or chat messages; or a template over columns, such as `"{question}"`, with dotted names for
-    nested columns; or messages of such templates: `[{ role = "user", content = "{question}" }]`."""
+    """Column with a text or chat messages; or a template over columns, such as `"{question}"`, with
+    dotted names for nested columns; or messages of such templates:
+    `[{ role = "user", content = "{question}" }]`."""
     answer: str = ""
-    """Column, or dotted name such as `extra_info.answer`. Empty: the first of `reward_model.ground_truth` (rows of
-    verl), `answer`, `solution` and `ground_truth` that a row has."""
+    """Column, or dotted name such as `extra_info.answer`. Empty: the first of
+    `reward_model.ground_truth` (rows of verl), `answer`, `solution` and
+    `ground_truth` that a row has."""
     system: str = ""
     """System message before every prompt."""
     reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
-    """Reward function: `exact`, `contains`, `number`, `math`, or your own as `module:function` or `file.py:function`;
-    or a list of these or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
+    """Reward function: `exact`, `contains`, `number`, `math`, or your own as `module:function`
+    or `file.py:function`; or a list of these or of tables `{ fn, weight, name }`, whose weighted
+    sum is the reward."""
     eval: str | float = 0.0
-    """Rows that are evaluated and never trained: a share below 1, a number of rows, a file, or another split of a
-    directory or of the hub. 0: none."""
+    """Rows that are evaluated and never trained: a share below 1, a number of rows, a file, or
+    another split of a directory or of the hub. 0: none."""
     limit: int = 0
     """Number of rows that are used, from the first on. 0: all."""
     part: Literal["train", "eval"] = "train"
     """Rows that this environment poses, the trained or the evaluated ones; set by evaluations."""
     digest: str = ""
-    """Digest of the rows. It is recorded when a run starts, and compared when it resumes and on every host."""
+    """Digest of the rows. It is recorded when a run starts, and compared when it resumes
+    and on every host."""
 
     def check_values(self) -> None:
         if isinstance(self.eval, float | int) and self.eval >= 1 and self.eval != int(self.eval):
@@ -70,9 +77,16 @@ def parse_rewards(reward: str | list[str | dict[str, Any]]) -> list[RewardConfig
             given = {"fn": item} if isinstance(item, str) else item
             one = msgspec.convert(given, RewardConfig)
         except msgspec.ValidationError as error:
-            raise ValueError(f"`reward[{at}]` = {item!r}: {error}; it takes fn, weight and name") from error
-        out.append(msgspec.structs.replace(one, name=one.name or one.fn.rpartition(":")[2].rpartition(".")[2]))
+            raise ValueError(
+                f"`reward[{at}]` = {item!r}: {error}; it takes fn, weight and name"
+            ) from error
+        out.append(
+            msgspec.structs.replace(
+                one, name=one.name or one.fn.rpartition(":")[2].rpartition(".")[2]
+            )
+        )
     names = [one.name for one in out]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
         raise ValueError(f"`reward`: two are called {twice!r}; give each a `name` of its own")
     return out

@@ -18,20 +18,23 @@ class EnvConfig(Section):
     """The environment. For several, each with a weight, use `[[env]]`, see below."""
 
     name: str = "reverse-text"
-    """Name of the environment: a built-in one; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets;
-    or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`, `openenv:URL`,
-    `harbor:FOLDER`."""
+    """Name of the environment: a built-in one; `module:Class` or `file.py:Class`; `dataset`, which
+    `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`,
+    `verifiers:ID`, `openenv:URL`, `harbor:FOLDER`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of the environment's constructor; a built-in one names them in its docstring."""
     workers: PositiveInt = 2
-    """Processes in each generator that play blocking environments (plain `def reset` and `def step`)."""
+    """Processes in each generator that play blocking environments (plain `def reset`
+    and `def step`)."""
     step_timeout: PositiveFloat = 30.0
-    """Seconds that one call of a blocking environment may take; then its process is killed and replaced."""
+    """Seconds that one call of a blocking environment may take; then its process is
+    killed and replaced."""
     start_timeout: PositiveFloat = 120.0
     """Seconds that such a process may take to start and to import the environment."""
     variables: list[str] = msgspec.field(default_factory=list)
-    """Environment variables of the generator that are passed to these processes and to the programs of `agent-command`,
-    besides a few that every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…)."""
+    """Environment variables of the generator that are passed to these processes and to the
+    programs of `agent-command`, besides a few that every program needs (PATH, HOME, LANG,
+    TMPDIR, PYTHON…)."""
 
     def check_values(self) -> None:
         self.args = _hide_secrets(self.name, self.args)
@@ -44,48 +47,73 @@ class EnvConfig(Section):
 
 
 def _hide_secrets(name: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Return `args` with the values of `args.environment` wrapped as secrets, and so those words that may be secrets
-    in a command, or in the servers of `mcp:TASK`."""
-    if isinstance(environment := args.get("environment"), Mapping):
-        args = {**args, "environment": {name: _wrap_secret(value) for name, value in environment.items()}}
-    if name.startswith("mcp:") and isinstance(servers := args.get("servers"), Mapping):
-        args = {**args, "servers": {label: _hide_server_secrets(server) for label, server in servers.items()}}
-    if name == "agent-command" and isinstance(words := args.get("command"), list):
-        args = {**args, "command": _command_with_secrets(words)}
+    """Return `args` with the values of `args.environment` wrapped as secrets, and so those words
+    that may be secrets in a command, or in the servers of `mcp:TASK`."""
+    environment = args.get("environment")
+    if isinstance(environment, Mapping):
+        args = {
+            **args,
+            "environment": {name: _wrap_secret(value) for name, value in environment.items()},
+        }
+    if name.startswith("mcp:"):
+        servers = args.get("servers")
+        if isinstance(servers, Mapping):
+            args = {
+                **args,
+                "servers": {
+                    label: _hide_server_secrets(server) for label, server in servers.items()
+                },
+            }
+    if name == "agent-command":
+        words = args.get("command")
+        if isinstance(words, list):
+            args = {**args, "command": _command_with_secrets(words)}
     return args
 
 
-_VARIABLE_REFERENCE = re.compile(r"(?:(?:Bearer|Basic|Token|ApiKey) )?\$(?:\w+|\{\w+\})", re.IGNORECASE)
+_VARIABLE_REFERENCE = re.compile(
+    r"(?:(?:Bearer|Basic|Token|ApiKey) )?\$(?:\w+|\{\w+\})", re.IGNORECASE
+)
 _FLAG_PATTERN = re.compile(r"-\w|--[\w-]+")
-_NAMES_A_SECRET = re.compile(r"--?[\w-]*(?:key|token|secret|password|credential)s?(=.*)?", re.IGNORECASE | re.DOTALL)
+_NAMES_A_SECRET = re.compile(
+    r"--?[\w-]*(?:key|token|secret|password|credential)s?(=.*)?", re.IGNORECASE | re.DOTALL
+)
 
 
 def _command_with_secrets(words: list[Any]) -> list[Any]:
-    """Return a command with those words wrapped as secrets that a flag such as `--api-key` is given, behind it or in
-    the same word. The other words show which agent it is."""
+    """Return a command with those words wrapped as secrets that a flag such as `--api-key` is
+    given, behind it or in the same word. The other words show which agent it is."""
     flags = [_NAMES_A_SECRET.fullmatch(word) if isinstance(word, str) else None for word in words]
     behind = [False, *(flag is not None and flag[1] is None for flag in flags)]
-    return [_wrap_secret(w) if after or (f and f[1]) else w for w, f, after in zip(words, flags, behind, strict=False)]
+    return [
+        _wrap_secret(w) if after or (f and f[1]) else w
+        for w, f, after in zip(words, flags, behind, strict=False)
+    ]
 
 
 def _hide_server_secrets(server: Any) -> Any:
-    """Return an MCP server's settings with secrets wrapped: headers that name no variable, the words of a command
-    except its program and flags, and a URL with a user or a query."""
+    """Return an MCP server's settings with secrets wrapped: headers that name no variable, the
+    words of a command except its program and flags, and a URL with a user or a query."""
     if not isinstance(server, Mapping):
         return server
     hidden = dict(server)
-    if isinstance(headers := server.get("headers"), Mapping):
+    headers = server.get("headers")
+    if isinstance(headers, Mapping):
         hidden["headers"] = {
-            name: value if isinstance(value, str) and _VARIABLE_REFERENCE.fullmatch(value) else _wrap_secret(value)
+            name: value
+            if isinstance(value, str) and _VARIABLE_REFERENCE.fullmatch(value)
+            else _wrap_secret(value)
             for name, value in headers.items()
         }
-    if isinstance(words := server.get("command"), list):
+    words = server.get("command")
+    if isinstance(words, list):
         rest = [
             word if isinstance(word, str) and _FLAG_PATTERN.fullmatch(word) else _wrap_secret(word)
             for word in words[1:]
         ]
         hidden["command"] = [*words[:1], *rest]
-    if isinstance(url := server.get("url"), str) and not {"?", "@"}.isdisjoint(url):
+    url = server.get("url")
+    if isinstance(url, str) and not {"?", "@"}.isdisjoint(url):
         hidden["url"] = _wrap_secret(url)
     return hidden
 
@@ -95,8 +123,10 @@ def _wrap_secret(value: Any) -> Any:
 
 
 def _hide_entry_secrets(entry: Any) -> Any:
-    if isinstance(entry, Mapping) and isinstance(args := entry.get("args"), dict):
-        return {**entry, "args": _hide_secrets(str(entry.get("name", "")), args)}
+    if isinstance(entry, Mapping):
+        args = entry.get("args")
+        if isinstance(args, dict):
+            return {**entry, "args": _hide_secrets(str(entry.get("name", "")), args)}
     return entry
 
 
@@ -104,10 +134,10 @@ def _hide_entry_secrets(entry: Any) -> Any:
 
 
 class EnvEntryConfig(EnvConfig):
-    """One of several environments: `[[env]]`, once for each. It takes the keys of `[env]`, or `data` and `reward`,
-    and those below. In a run's `config.toml` they are `env.args.LABEL` of the environment `mix`, and so they are on
-    the command line: `env.args.guess.weight=2`. An unset key has the value of `[episode]`, which is also its
-    maximum."""
+    """One of several environments: `[[env]]`, once for each. It takes the keys of `[env]`, or
+    `data` and `reward`, and those below. In a run's `config.toml` they are `env.args.LABEL` of the
+    environment `mix`, and so they are on the command line: `env.args.guess.weight=2`. An unset key
+    has the value of `[episode]`, which is also its maximum."""
 
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the sum of all weights."""
@@ -138,14 +168,17 @@ class RunEnv(NamedTuple):
 
 
 def resolve_env(label: str, entry: EnvEntryConfig, episode: EpisodeConfig) -> RunEnv:
-    """Return the environment of a mix's entry, with its own episode limits. Raises `ConfigError` that names the
-    entry."""
-    limits: dict[str, Any] = {name: value for name in EPISODE_LIMITS if (value := getattr(entry, name)) is not None}
+    """Return the environment of a mix's entry, with its own episode limits. Raises `ConfigError`
+    that names the entry."""
+    limits: dict[str, Any] = {
+        name: value for name in EPISODE_LIMITS if (value := getattr(entry, name)) is not None
+    }
     for name, value in limits.items():
-        if value > (most := getattr(episode, name)):
+        most = getattr(episode, name)
+        if value > most:
             raise ConfigError(
-                f"`env.args.{label}.{name}` = {value} is more than `episode.{name}` = {most}, which is the most that any "
-                "environment of the run may have: raise that"
+                f"`env.args.{label}.{name}` = {value} is more than `episode.{name}` = {most}, "
+                "which is the most that any environment of the run may have: raise that"
             )
     env = EnvConfig(**{name: getattr(entry, name) for name in EnvConfig.__struct_fields__})
     try:

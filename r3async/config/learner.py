@@ -11,32 +11,36 @@ from r3async.config.section import NumberRange, PositiveFloat, PositiveInt, Sect
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
-    """Routes of the learner's forward passes. `rollout`: the experts that the engine chose (R3). `learner`: those that
-    the learner chose in a pass before the step (R2). `off`: every pass computes its own."""
+    """Routes of the learner's forward passes. `rollout`: the experts that the engine chose (R3).
+    `learner`: those that the learner chose in a pass before the step (R2). `off`: every pass
+    computes its own."""
     min_recorded_fraction: UnitFraction = 0.9
-    """Minimum share of trained tokens' inputs with recorded routes: a step below it stops the run. Used with replay."""
+    """Minimum share of trained tokens' inputs with recorded routes: a step below it stops the run.
+    Used with replay."""
     trace: Literal["off", "sample", "all"] = "sample"
-    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every `trace_every`-th step.
-    `all`: every one, for `r3async inspect verify` and whole groups in the report. A sampled token takes 41 bytes, and 3
-    ids for each MoE layer and expert."""
+    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
+    `trace_every`-th step. `all`: every one, for `r3async inspect verify` and whole groups in the
+    report. A sampled token takes 41 bytes, and 3 ids for each MoE layer and expert."""
     trace_every: PositiveInt = 10
 
 
 class ParallelConfig(Section):
-    """Division of the model and the batch among the learner's ranks; there are `dp * cp * tp * pp` of them."""
+    """Division of the model and the batch among the learner's ranks; there are
+    `dp * cp * tp * pp` of them."""
 
     dp: PositiveInt = 1
-    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend = "torch"` the
-    weights are sharded among them (FSDP2)."""
+    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With
+    `backend = "torch"` the weights are sharded among them (FSDP2)."""
     tp: PositiveInt = 1
     """Tensor parallel, always with sequence parallelism."""
     pp: PositiveInt = 1
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
-    """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts are divided among."""
+    """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts
+    are divided among."""
     cp: PositiveInt = 1
-    """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during attention (Ulysses). For
-    long samples: each has `1 / cp` of the activations."""
+    """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during
+    attention (Ulysses). For long samples: each has `1 / cp` of the activations."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages: not supported."""
 
@@ -47,11 +51,15 @@ class ParallelConfig(Section):
     def check_values(self) -> None:
         stage = self.dp * self.cp * self.tp
         if stage % self.ep:
-            raise ValueError(f"`ep` = {self.ep} must divide dp * cp * tp = {stage}: experts are divided among these")
+            raise ValueError(
+                f"`ep` = {self.ep} must divide dp * cp * tp = {stage}: experts are "
+                "divided among these"
+            )
         if self.vpp > 1:
             raise ValueError(
-                "`vpp` (virtual pipeline stages) is not supported: a rank would hold several separate pieces of the model, and "
-                "neither weights nor recorded routes are divided that way; use `pp` alone"
+                "`vpp` (virtual pipeline stages) is not supported: a rank would hold several "
+                "separate pieces of the model, and neither weights nor recorded routes are divided "
+                "that way; use `pp` alone"
             )
 
 
@@ -62,44 +70,48 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B A` replaces each targeted matrix `W`, and
-    only `A` and `B` are trained. Engines are given the merged weights."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B A` replaces each targeted
+    matrix `W`, and only `A` and `B` are trained. Engines are given the merged weights."""
 
     rank: int = 0
-    """Rank of the adapters: columns of `B` and rows of `A`. 0: no adapters; all weights are trained."""
+    """Rank of the adapters: columns of `B` and rows of `A`. 0: no adapters; all
+    weights are trained."""
     alpha: PositiveFloat = 32.0
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     targets: list[str] = msgspec.field(default_factory=lambda: [ALL_LINEAR])
-    """Matrices that get adapters, by a part of their names: `q_proj`, `self_attn`, `experts`, `layers.3.mlp`.
-    `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`) is targeted only by name;
-    embeddings and the output layer cannot be."""
+    """Matrices that get adapters, by a part of their names: `q_proj`, `self_attn`, `experts`,
+    `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router
+    (`mlp.gate`) is targeted only by name; embeddings and the output layer cannot be."""
 
     def check_values(self) -> None:
         if not self.targets or not all(target.strip(".") for target in self.targets):
-            raise ValueError(f'`targets` must name matrices, such as ["{ALL_LINEAR}"] or ["q_proj", "experts"]')
+            raise ValueError(
+                f'`targets` must name matrices, such as ["{ALL_LINEAR}"] or ["q_proj", "experts"]'
+            )
 
 
 def matches_target(target: str, name: str, *, router: bool) -> bool:
-    """Return whether one of `LoraConfig.targets` matches a matrix, given its name in the checkpoint without
-    `.weight`."""
+    """Return whether one of `LoraConfig.targets` matches a matrix, given its name in the checkpoint
+    without `.weight`."""
     return not router if target == ALL_LINEAR else f".{target.strip('.')}." in f".{name}."
 
 
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
-    """Training backend. `megatron`: megatron-core, for most models of docs/models.md. `torch`: these and other models
-    of transformers, with FSDP2. `scripted`: no model, for tests."""
+    """Training backend. `megatron`: megatron-core, for most models of docs/models.md. `torch`:
+    these and other models of transformers, with FSDP2. `scripted`: no model, for tests."""
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that are recomputed in the backward pass. `selective`: those of MoE layers. `full`: those of whole
-    layers."""
+    """Activations that are recomputed in the backward pass. `selective`: those of MoE layers.
+    `full`: those of whole layers."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype. The optimizer keeps fp32 master weights."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up: none, linear, or half a cosine, down to `min_lr_ratio * lr` at the
-    run's last update. It counts updates that were made, so skipped ones delay it."""
+    """Decay of the learning rate after the warm-up: none, linear, or half a cosine, down to
+    `min_lr_ratio * lr` at the run's last update. It counts updates that were made, so
+    skipped ones delay it."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly; the last of them uses `lr` itself."""
     min_lr_ratio: UnitFraction = 0.0
@@ -115,27 +127,30 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of tokens in one forward pass; tokens of a shared prefix count once."""
     share_prefixes: bool = True
-    """Feed what samples have in common, such as a group's prompt, through the forward pass once. The gradient is the
-    same."""
+    """Feed what samples have in common, such as a group's prompt, through the forward pass once.
+    The gradient is the same."""
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Leave the routers' weights as they are in the start model."""
     expert_bias_rate: UnitFraction = 0.0
-    """Step of the expert bias of models that have one (DeepSeek-V3, GLM-4.5): after each update the bias of experts
-    with fewer tokens than the layer's mean rises by this, and that of the others falls (arXiv 2408.15664). 0: it
-    stays."""
+    """Step of the expert bias of models that have one (DeepSeek-V3, GLM-4.5): after each update the
+    bias of experts with fewer tokens than the layer's mean rises by this, and that of the others
+    falls (arXiv 2408.15664). 0: it stays."""
     offload_moments: bool = False
-    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. Updates are the same; each takes longer
-    by moving 16 bytes a parameter."""
+    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. Updates are the
+    same; each takes longer by moving 16 bytes a parameter."""
     shard_optimizer: bool = False
-    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among the ranks that hold
-    copies of a parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does."""
+    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32)
+    among the ranks that hold copies of a parameter (ZeRO stage 1). With `backend = "torch"`
+    FSDP2 always does."""
     shard_gradients: bool = False
-    """Divide the sums of gradients (4 bytes a parameter) too, with `shard_optimizer` (ZeRO stage 2): each micro-batch's
-    gradient is summed over the ranks at once. The last bits of a step with several micro-batches differ."""
+    """Divide the sums of gradients (4 bytes a parameter) too, with `shard_optimizer` (ZeRO stage
+    2): each micro-batch's gradient is summed over the ranks at once. The last bits of a step with
+    several micro-batches differ."""
     deterministic: bool = False
-    """Use only kernels that give the same bits at every call, so that a resumed run on GPUs repeats its steps exactly;
-    slower. docs/scaling.md#the-same-bits-again has the limits. CPUs do so without it."""
+    """Use only kernels that give the same bits at every call, so that a resumed run on GPUs
+    repeats its steps exactly; slower. docs/scaling.md#the-same-bits-again has the limits. CPUs
+    do so without it."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: PositiveFloat = 600.0
@@ -147,22 +162,42 @@ class LearnerConfig(Section):
         p = self.parallel
         if self.backend == "torch" and max(p.tp, p.cp, p.pp, p.ep) > 1:
             raise ValueError(
-                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, cp, pp and ep need backend = "megatron"'
+                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, cp, pp and '
+                'ep need backend = "megatron"'
             )
         if self.backend == "torch" and self.shard_optimizer:
             raise ValueError(
-                '`shard_optimizer` is for backend = "megatron": "torch" always does that (FSDP2); set it to false'
+                '`shard_optimizer` is for backend = "megatron": "torch" always does that '
+                "(FSDP2); set it to false"
             )
         if self.shard_gradients and not self.shard_optimizer:
-            raise ValueError("`shard_gradients` divides what `shard_optimizer` divides: set that to true, too")
-        if self.shard_gradients and self.lora.rank:
-            raise ValueError("`shard_gradients` has nothing to divide with `lora.rank`: adapters' gradients are small")
-        if self.backend == "scripted" and p.world_size > 1:
-            raise ValueError('`backend` = "scripted" is one process: it needs `parallel` of one rank')
-        if self.backend == "scripted" and self.lora.rank:
-            raise ValueError('`backend` = "scripted" has no matrices: `lora.rank` needs another backend')
-        if self.expert_bias_rate and (self.lora.rank or self.freeze_router or self.backend == "scripted"):
-            other = "lora.rank" if self.lora.rank else "freeze_router" if self.freeze_router else "backend"
             raise ValueError(
-                f"`expert_bias_rate` changes what routers choose, and `{other}` leaves them as they are: set it to 0"
+                "`shard_gradients` divides what `shard_optimizer` divides: set that to true, too"
+            )
+        if self.shard_gradients and self.lora.rank:
+            raise ValueError(
+                "`shard_gradients` has nothing to divide with `lora.rank`: adapters' "
+                "gradients are small"
+            )
+        if self.backend == "scripted" and p.world_size > 1:
+            raise ValueError(
+                '`backend` = "scripted" is one process: it needs `parallel` of one rank'
+            )
+        if self.backend == "scripted" and self.lora.rank:
+            raise ValueError(
+                '`backend` = "scripted" has no matrices: `lora.rank` needs another backend'
+            )
+        if self.expert_bias_rate and (
+            self.lora.rank or self.freeze_router or self.backend == "scripted"
+        ):
+            other = (
+                "lora.rank"
+                if self.lora.rank
+                else "freeze_router"
+                if self.freeze_router
+                else "backend"
+            )
+            raise ValueError(
+                f"`expert_bias_rate` changes what routers choose, and `{other}` leaves them as "
+                "they are: set it to 0"
             )

@@ -20,7 +20,14 @@ from r3async.config.paths import resolve_relative_paths
 from r3async.config.run import Config
 from r3async.config.secrets import Secret, collect_secrets
 from r3async.config.section import ConfigError, Section, did_you_mean, flatten_section, strip_range
-from r3async.config.shorthand import DATASET_ENV, MIX_ENV, SHORTHAND_KEYS, UNSET_WORD, expand_shorthand, merge_tables
+from r3async.config.shorthand import (
+    DATASET_ENV,
+    MIX_ENV,
+    SHORTHAND_KEYS,
+    UNSET_WORD,
+    expand_shorthand,
+    merge_tables,
+)
 from r3async.config.unread_settings import CommandName, explain_unread, find_other_reader
 from r3async.config.vllm_arguments import check_engine_args
 from r3async.untrusted import MalformedError, decode_toml, format_value
@@ -58,27 +65,40 @@ def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str
     prefix = f"{path}." if path else ""
     # A set has the keys of `[evaluation]`, and had them under the same names.
     known_as = re.sub(r"^evaluation\.sets\.[^.]+\.", "evaluation.", f"{prefix}{key}")
-    if (now := REMOVED_KEYS.get(known_as)) is not None:
+    now = REMOVED_KEYS.get(known_as)
+    if now is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
     whole = f"{prefix}{key}"
-    while isinstance(inner, Mapping) and len(inner) == 1:  # extend the name while the table has a single key
+    # Extend the name while the table has a single key.
+    while isinstance(inner, Mapping) and len(inner) == 1:
         ((more, inner),) = inner.items()
         whole = f"{whole}.{more}"
-    if instead := find_equivalent_setting(whole, sections=not path):
+    instead = find_equivalent_setting(whole, sections=not path)
+    if instead:
         return ConfigError(f"unknown key `{whole}`: {instead}")
     names = names if path else [*names, *SHORTHAND_KEYS]
-    hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff=0.5)
+    hint = did_you_mean(
+        key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff=0.5
+    )
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 
 
 def _convert_value(target_type: Any, value: Any, path: str) -> Any:
     """Build section `target_type` from plain data. Every error names the dotted path of its key."""
-    if typing.get_origin(target_type) is dict and _is_section(inner := typing.get_args(target_type)[1]):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
-        return {name: _convert_value(inner, each, f"{path}.{name}") for name, each in value.items()}
+    if typing.get_origin(target_type) is dict:
+        inner = typing.get_args(target_type)[1]
+        if _is_section(inner):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
+            return {
+                name: _convert_value(inner, each, f"{path}.{name}") for name, each in value.items()
+            }
     if not _is_section(target_type):
-        if value == UNSET_WORD and type(None) in (members := typing.get_args(target_type)) and str not in members:
+        if (
+            value == UNSET_WORD
+            and type(None) in (members := typing.get_args(target_type))
+            and str not in members
+        ):
             return None  # unset a value below; TOML has no null
         try:
             return msgspec.convert(value, target_type, dec_hook=_decode_secret)
@@ -90,7 +110,8 @@ def _convert_value(target_type: Any, value: Any, path: str) -> Any:
             ) from error
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_field_types(target_type))}"
+            f"`{path}` is a section, not the value {value!r}; set one of its keys: "
+            f"{', '.join(_field_types(target_type))}"
         )
     fields = _field_types(target_type)
     built = {}
@@ -126,7 +147,9 @@ def _explain_type_error(target_type: Any, message: str) -> str:
     if typing.get_origin(target_type) is list:
         inner = typing.get_args(target_type)[0]
         members = (
-            f"of {', '.join(map(repr, typing.get_args(inner)))}" if typing.get_origin(inner) is Literal else "of texts"
+            f"of {', '.join(map(repr, typing.get_args(inner)))}"
+            if typing.get_origin(inner) is Literal
+            else "of texts"
         )
         return f'it must be a list {members}, in quotes from the shell: \'KEY=["a", "b"]\''
     if typing.get_origin(target_type) is tuple:
@@ -137,13 +160,15 @@ def _explain_type_error(target_type: Any, message: str) -> str:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """Parse one override: `learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a
-    string."""
+    """Parse one override: `learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare
+    word is a string."""
     path, equals, raw = text.partition("=")
     keys = [part.strip() for part in path.split(".")]
     dashes = ": settings have no dashes" if text.startswith("-") else ""
     if not equals or not all(keys) or dashes:
-        raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}")
+        raise ConfigError(
+            f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}"
+        )
     try:
         return keys, decode_toml(f"value = {raw}")["value"]
     except MalformedError:
@@ -151,9 +176,10 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def _merge_layer(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `overlay` merged over it. `env.args` belong to the environment that they were set for, and
-    are dropped when `overlay` names another one."""
-    env, other = base.get("env"), overlay.get("env")
+    """Return `base` with `overlay` merged over it. `env.args` belong to the environment that they
+    were set for, and are dropped when `overlay` names another one."""
+    env = base.get("env")
+    other = overlay.get("env")
     if isinstance(env, Mapping) and isinstance(other, Mapping) and other.get("name") == MIX_ENV:
         env = {**env, "name": ""}  # `[[env]]` replaces the environment below
     if (
@@ -171,24 +197,28 @@ def _drop_unset_args(data: Mapping[str, Any]) -> Mapping[str, Any]:
     args = env.get("args") if isinstance(env, Mapping) and env.get("name") == DATASET_ENV else None
     if not isinstance(env, Mapping) or not isinstance(args, Mapping):
         return data
-    return {**data, "env": {**env, "args": {key: value for key, value in args.items() if value is not None}}}
+    return {
+        **data,
+        "env": {**env, "args": {key: value for key, value in args.items() if value is not None}},
+    }
 
 
 def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
-    """Return the environments of a mix, in the order of their labels; none if `env` is no mix. Raises `ConfigError`
-    that names the entry."""
+    """Return the environments of a mix, in the order of their labels; none if `env` is no mix.
+    Raises `ConfigError` that names the entry."""
     if env.name != MIX_ENV:
         return {}
     if not env.args:
         raise ConfigError("`env.name` = 'mix' without environments: set [[env]], once for each")
     return {
-        label: _convert_value(EnvEntryConfig, entry, f"env.args.{label}") for label, entry in sorted(env.args.items())
+        label: _convert_value(EnvEntryConfig, entry, f"env.args.{label}")
+        for label, entry in sorted(env.args.items())
     }
 
 
 def resolve_envs(config: Config) -> list[RunEnv]:
-    """Return the environments that the run trains on: a single one, or those of a mix. Raises the errors of
-    `parse_mix_entries`."""
+    """Return the environments that the run trains on: a single one, or those of a mix. Raises the
+    errors of `parse_mix_entries`."""
     parts = parse_mix_entries(config.env)
     if not parts:
         return [RunEnv("", config.env, 1.0, config.episode)]
@@ -196,18 +226,20 @@ def resolve_envs(config: Config) -> list[RunEnv]:
 
 
 def parse_data_config(args: Mapping[str, Any]) -> DataConfig:
-    """Return the `env.args` of a dataset as a section. Raises `ConfigError` that names `data.KEY`."""
+    """Return the `env.args` of a dataset as a section. Raises `ConfigError` that
+    names `data.KEY`."""
     return _convert_value(DataConfig, args, "data")
 
 
 def preset_directory() -> Path:
-    """Return the directory of the presets. It is in the package; in a checkout it is a link to `configs/`."""
+    """Return the directory of the presets. It is in the package; in a checkout it is a
+    link to `configs/`."""
     return Path(__file__).parent.parent / "presets"
 
 
 def find_config(name_or_path: str) -> Path:
-    """Return the path of a TOML file, or of the preset of that name. Raises `ConfigError` with the nearest preset's
-    name."""
+    """Return the path of a TOML file, or of the preset of that name. Raises `ConfigError` with the
+    nearest preset's name."""
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -216,7 +248,8 @@ def find_config(name_or_path: str) -> Path:
         return path
     if "=" in name_or_path:
         raise ConfigError(
-            f"{name_or_path!r} is a setting, and a preset or a TOML file comes before settings: quickstart {name_or_path}"
+            f"{name_or_path!r} is a setting, and a preset or a TOML file comes before settings: "
+            f"quickstart {name_or_path}"
         )
     preset = preset_directory() / f"{name_or_path}.toml"
     if not preset.is_file():
@@ -239,11 +272,13 @@ class _ConfigLayer(NamedTuple):
 
 
 def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
-    """Return the layers of a file and of those that it extends, the base first. Settings of a preset, and of a run's
-    own `config.toml`, are not explicit: a preset has values for other ways to run, and a `config.toml` lists every
-    setting, so nobody set them one by one."""
+    """Return the layers of a file and of those that it extends, the base first. Settings of a
+    preset, and of a run's own `config.toml`, are not explicit: a preset has values for other ways
+    to run, and a `config.toml` lists every setting, so nobody set them one by one."""
     if path in seen:
-        raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
+        raise ConfigError(
+            f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}"
+        )
     try:
         data = decode_toml(path.read_bytes())
     except MalformedError as error:
@@ -266,15 +301,22 @@ def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
     return _convert_value(Config, _drop_unset_args(merged), "")
 
 
-def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], command: CommandName | None) -> None:
-    """Raise `ConfigError` for a setting that a person set without effect. What a file sets may be turned off by a
-    layer above it: it must have been read in the file's own layers, or be read now."""
+def _refuse_unread_settings(
+    config: Config, layers: Sequence[_ConfigLayer], command: CommandName | None
+) -> None:
+    """Raise `ConfigError` for a setting that a person set without effect. What a file
+    sets may be turned off by a layer above it: it must have been read in the file's own
+    layers, or be read now."""
     if command is None:
         return
     *files, overrides = layers
     for setting, value in flatten_section(overrides.data).items():
-        if value is not None and (elsewhere := find_other_reader(setting, command)):
-            raise ConfigError(f"`{setting}` has no effect here: {elsewhere} reads it. Leave it out")
+        if value is not None:
+            elsewhere = find_other_reader(setting, command)
+            if elsewhere:
+                raise ConfigError(
+                    f"`{setting}` has no effect here: {elsewhere} reads it. Leave it out"
+                )
     if command in ("eval", "init-model"):
         return
     values = flatten_section(config_to_dict(config, reveal=True))
@@ -286,7 +328,9 @@ def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], comm
             if is_unset or not (needs := explain_unread(setting, config, in_file=in_file)):
                 continue
             if not in_file or _is_unread_in_files(setting, files[:count]):
-                raise ConfigError(f"`{setting}` has no effect: it needs {needs}. Set that, or leave this out")
+                raise ConfigError(
+                    f"`{setting}` has no effect: it needs {needs}. Set that, or leave this out"
+                )
 
 
 def _is_unread_in_files(setting: str, files: Sequence[_ConfigLayer]) -> bool:
@@ -297,13 +341,13 @@ def _is_unread_in_files(setting: str, files: Sequence[_ConfigLayer]) -> bool:
 
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""Texts `key=value`, as on a command line, or values by key. Keys may be dotted, and a value may be a mapping:
-`{"learner.lr": 1e-4}` and `{"learner": {"lr": 1e-4}}` are the same."""
+"""Texts `key=value`, as on a command line, or values by key. Keys may be dotted, and a value may be
+a mapping: `{"learner.lr": 1e-4}` and `{"learner": {"lr": 1e-4}}` are the same."""
 
 
 def nest_overrides(overrides: Overrides) -> dict[str, Any]:
-    """Return the overrides as nested tables, as they would stand in a TOML file. Raises `ConfigError` for a text
-    that is not `key=value`, and for a key within a value."""
+    """Return the overrides as nested tables, as they would stand in a TOML file. Raises
+    `ConfigError` for a text that is not `key=value`, and for a key within a value."""
     if isinstance(overrides, Mapping):
         given = [(key.split("."), value) for key, value in overrides.items()]
     else:
@@ -318,16 +362,20 @@ def nest_overrides(overrides: Overrides) -> dict[str, Any]:
     return expand_shorthand(over)
 
 
-def load_config(name_or_path: str, overrides: Overrides = (), command: CommandName | None = "train") -> Config:
-    """Return the configuration of a preset or TOML file (which may `extends` another), with `overrides` over it.
+def load_config(
+    name_or_path: str, overrides: Overrides = (), command: CommandName | None = "train"
+) -> Config:
+    """Return the configuration of a preset or TOML file (which may `extends` another), with
+    `overrides` over it.
 
-    Raises `ConfigError` that names the setting and the fix, also for an explicit setting that has no effect for this
-    command in combination with the others.
+    Raises `ConfigError` that names the setting and the fix, also for an explicit setting that has
+    no effect for this command in combination with the others.
 
     Args:
         name_or_path: A preset's name, or the path of a TOML file.
         overrides: Settings that take precedence.
-        command: The command that reads the configuration. None trains nothing, and reads what it needs.
+        command: The command that reads the configuration. None trains nothing, and
+            reads what it needs.
     """
     config, layers = _load_layers(name_or_path, overrides)
     _refuse_unread_settings(config, layers, command)
@@ -335,21 +383,29 @@ def load_config(name_or_path: str, overrides: Overrides = (), command: CommandNa
 
 
 def _load_layers(name_or_path: str, overrides: Overrides) -> tuple[Config, list[_ConfigLayer]]:
-    layers = [*_read_layers(find_config(name_or_path)), _ConfigLayer(nest_overrides(overrides), True)]
+    layers = [
+        *_read_layers(find_config(name_or_path)),
+        _ConfigLayer(nest_overrides(overrides), True),
+    ]
     return validate_config(_build_config(layers)), layers
 
 
-def apply_overrides(config: Config, overrides: Overrides, command: CommandName | None = None) -> Config:
+def apply_overrides(
+    config: Config, overrides: Overrides, command: CommandName | None = None
+) -> Config:
     """Return `config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
-    layers = [_ConfigLayer(config_to_dict(config, reveal=True), False), _ConfigLayer(nest_overrides(overrides), True)]
+    layers = [
+        _ConfigLayer(config_to_dict(config, reveal=True), False),
+        _ConfigLayer(nest_overrides(overrides), True),
+    ]
     config = validate_config(_build_config(layers))
     _refuse_unread_settings(config, layers, command)
     return config
 
 
 def validate_config(config: Config) -> Config:
-    """Return `config` after checks of what a person wrote. Raises `ConfigError` for a setting that the engine has to
-    decide itself."""
+    """Return `config` after checks of what a person wrote. Raises `ConfigError` for a setting that
+    the engine has to decide itself."""
     if config.generator.engine == "vllm":
         check_engine_args(config.generator.engine_args, config.weights.probe)
     for each in resolve_envs(config):
@@ -358,9 +414,12 @@ def validate_config(config: Config) -> Config:
     return config
 
 
-def load_command_config(name_or_path: str, overrides: Sequence[str] = (), command: CommandName = "train") -> Config:
-    """Load a configuration as `load_config` does, for a command line. Raises `ConfigError` also for a literal secret
-    in the overrides, which other users of the machine, and everyone who sees a job of the cluster, could read there."""
+def load_command_config(
+    name_or_path: str, overrides: Sequence[str] = (), command: CommandName = "train"
+) -> Config:
+    """Load a configuration as `load_config` does, for a command line. Raises `ConfigError` also for
+    a literal secret in the overrides, which other users of the machine, and everyone who sees a job
+    of the cluster, could read there."""
     config, layers = _load_layers(name_or_path, overrides)
     refuse_literal_secrets(config, overrides)
     _refuse_unread_settings(config, layers, command)
@@ -372,11 +431,13 @@ def refuse_literal_secrets(config: Config, overrides: Sequence[str]) -> None:
     keys = [text.partition("=")[0].strip() for text in overrides]
     for setting, secret in collect_secrets(config).items():
         given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
-        # Words of a command can be read in the command line of the program that it starts, wherever they were given.
+        # Words of a command can be read in the command line of the program that it starts, wherever
+        # they were given.
         if given and secret and not secret.variable_name and ".command[" not in setting:
             raise ConfigError(
-                f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
-                f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"
+                f"`{setting}` is a secret, and command lines can be read by others: put it into an "
+                f"environment variable and set '{setting}=$NAME' (in quotes), or into a TOML file "
+                "that only you can read"
             )
 
 
@@ -385,8 +446,8 @@ def config_from_dict(data: Mapping[str, Any]) -> Config:
 
 
 def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
-    """Return plain data with every key resolved. Secrets are `***`, so that the result may be written anywhere; with
-    `reveal` they are as they were given, for the process that needs them."""
+    """Return plain data with every key resolved. Secrets are `***`, so that the result may be
+    written anywhere; with `reveal` they are as they were given, for the process that needs them."""
 
     def encode_secret(value: Any) -> str:
         if not isinstance(value, Secret):
@@ -397,7 +458,8 @@ def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
 
 
 def config_to_toml(config: Config) -> str:
-    """Return the resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
+    """Return the resolved configuration as TOML. Unset (None) values are left out:
+    TOML has no null."""
 
     def drop_none(value: Any) -> Any:
         if isinstance(value, dict):

@@ -13,11 +13,12 @@ INIT_MAX_POSITIONS = 32_768
 
 
 class InitConfig(Section):
-    """A small random Qwen3-MoE, created and warmed up on the environment's oracle when `model.path` is not given."""
+    """A small random Qwen3-MoE, created and warmed up on the environment's oracle when
+    `model.path` is not given."""
 
     seed: Seed = 0
-    """Seed of the random weights and the warm-up, apart from the run's `seed`, so that runs with other seeds begin with
-    the same model."""
+    """Seed of the random weights and the warm-up, apart from the run's `seed`, so that runs with
+    other seeds begin with the same model."""
     hidden_size: PositiveInt = 128
     layers: PositiveInt = 4
     heads: PositiveInt = 4
@@ -25,7 +26,8 @@ class InitConfig(Section):
     top_k: PositiveInt = 2
     expert_hidden_size: PositiveInt = 64
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary positions. Small values distinguish near positions more easily; large ones reach further."""
+    """Base of the rotary positions. Small values distinguish near positions more easily; large
+    ones reach further."""
     warm_reward: SignedFloat = 0.4
     """Mean sampled reward at which supervised steps stop."""
     max_warm_steps: int = 2000
@@ -60,6 +62,6 @@ class InitConfig(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: one is created from
-    `init`."""
+    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: one
+    is created from `init`."""
     init: InitConfig = msgspec.field(default_factory=InitConfig)

@@ -1,18 +1,25 @@
 """Equivalents of other trainers' settings, which the error about an unknown key names.
 
-A key of the table is the end of a dotted name (`rollout.n` is the end of verl's `actor_rollout_ref.rollout.n`), or a
-section in it (`reward_model` in verl's `reward_model.enable`); the longest end that is in the table counts, and ends
-count before sections. Its value is our setting (`learner.lr`), or `a + b` for two of them, with
-the difference after a colon; or, after a dash, the reason why there is none.
+A key of the table is the end of a dotted name (`rollout.n` is the end of verl's
+`actor_rollout_ref.rollout.n`), or a section in it (`reward_model` in verl's `reward_model.enable`);
+the longest end that is in the table counts, and ends count before sections. Its value is our
+setting (`learner.lr`), or `a + b` for two of them, with the difference after a colon; or, after a
+dash, the reason why there is none.
 """
 
 from __future__ import annotations
 
-_BATCH_SIZE_NOTE = "groups of a step, each of `schedule.group_size` episodes; micro-batches follow from tokens"
+_BATCH_SIZE_NOTE = (
+    "groups of a step, each of `schedule.group_size` episodes; micro-batches follow from tokens"
+)
 _TOKEN_BUDGET_NOTE = "a budget in tokens, by which samples are packed"
-_ACCUMULATION_NOTE = "the step's groups are accumulated by themselves, in micro-batches of so many tokens"
+_ACCUMULATION_NOTE = (
+    "the step's groups are accumulated by themselves, in micro-batches of so many tokens"
+)
 _PACKING_NOTE = "- it follows from the packed tokens: see `learner.max_tokens_per_micro_batch`"
-_NO_CRITIC_NOTE = "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
+_NO_CRITIC_NOTE = (
+    "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
+)
 _MINIBATCH_NOTE = "how many parts of a step are trained one after the other, not their size"
 _ENGINE_TP_NOTE = "of an engine; the learner's is `learner.parallel.tp`"
 _ENGINE_COUNT_NOTE = "engines, each in a process of its own"
@@ -20,8 +27,12 @@ _DATA_NOTE = "a file, a directory, or a dataset of the hub; `data=` is short for
 _EVAL_NOTE = "a file, a split, or how many rows are held out; how often is `evaluation.every_steps`"
 _PROMPT_NOTE = 'a column, or a template such as "{question}"'
 _REWARD_NOTE = 'your function, as "file.py:function", beside `data`'
-_REWARD_MODEL_NOTE = "- write a reward that calls the model: `reward` = file.py:function, which may be `async def`"
-_ADAPTER_NOTE = "adapters are on if it is above 0, with `learner.lora.alpha` and `learner.lora.targets`"
+_REWARD_MODEL_NOTE = (
+    "- write a reward that calls the model: `reward` = file.py:function, which may be `async def`"
+)
+_ADAPTER_NOTE = (
+    "adapters are on if it is above 0, with `learner.lora.alpha` and `learner.lora.targets`"
+)
 _DROPOUT_NOTE = "- adapters have no dropout: the learner scores exactly the policy that generated"
 
 EQUIVALENT_SETTINGS = {
@@ -68,7 +79,9 @@ EQUIVALENT_SETTINGS = {
     "ppo_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "micro_train_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "micro_forward_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "log_prob_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "log_prob_micro_batch_size_per_gpu": (
+        f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}"
+    ),
     "ppo_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_microbatch": "learner.max_tokens_per_micro_batch",
@@ -89,7 +102,9 @@ EQUIVALENT_SETTINGS = {
     "total_training_steps": "steps",
     "max_training_steps": "steps",
     "total_epochs": "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
-    "num_train_epochs": "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
+    "num_train_epochs": (
+        "steps: passes over the data follow from steps and `schedule.prompts_per_step`"
+    ),
     "num_generations": "schedule.group_size",
     "rollouts_per_example": "schedule.group_size",
     "n_samples_per_prompt": "schedule.group_size",
@@ -110,20 +125,37 @@ EQUIVALENT_SETTINGS = {
     "async_generation_ratio": "schedule.max_staleness: versions, not a share",
     # the algorithm
     "beta": "algorithm.reference_kl.coef",
-    "kl_coef": "algorithm.reference_kl.coef: the drift from the engine has its own, `algorithm.rollout_kl.coef`",
+    "kl_coef": (
+        "algorithm.reference_kl.coef: the drift from the engine has its own, "
+        "`algorithm.rollout_kl.coef`"
+    ),
     "kl_loss_coef": "algorithm.reference_kl.coef",
     "init_kl_coef": "algorithm.reference_kl.coef",
     "kl_ctrl.kl_coef": "algorithm.reference_kl.coef",
     "use_kl_loss": "algorithm.reference_kl.coef: 0 is none",
-    "use_kl_in_reward": "- KL is a term of the loss, never of the reward: `algorithm.reference_kl.coef`",
-    "kl_loss_type": "- KL to the reference model is always k3's, weighted: `algorithm.reference_kl.coef`",
-    "coef_min": "algorithm.rollout_kl.coef: the adapted coefficient never falls below where it starts",
+    "use_kl_in_reward": (
+        "- KL is a term of the loss, never of the reward: `algorithm.reference_kl.coef`"
+    ),
+    "kl_loss_type": (
+        "- KL to the reference model is always k3's, weighted: `algorithm.reference_kl.coef`"
+    ),
+    "coef_min": (
+        "algorithm.rollout_kl.coef: the adapted coefficient never falls below where it starts"
+    ),
     "target_kl": "algorithm.rollout_kl.target",
     "kl_target": "algorithm.rollout_kl.target",
-    "clip_range": 'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`',
-    "clip_ratio": 'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`',
-    "cliprange": 'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`',
-    "epsilon": 'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`',
+    "clip_range": (
+        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    ),
+    "clip_ratio": (
+        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    ),
+    "cliprange": (
+        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    ),
+    "epsilon": (
+        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    ),
     "epsilon_low": "algorithm.ppo.clip_low",
     "clip_ratio_low": "algorithm.ppo.clip_low",
     "eps_clip_low": "algorithm.ppo.clip_low",
@@ -149,16 +181,25 @@ EQUIVALENT_SETTINGS = {
     "overlong_filtering": "algorithm.overlong_filter",
     "apply_overlong_filtering": "algorithm.overlong_filter",
     "overlong_buffer.len": "algorithm.overlong_penalty.buffer",
-    "filter_groups.enable": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
+    "filter_groups.enable": (
+        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    ),
     "online_difficulty_filtering": "schedule.difficulty.settled_share",
-    "dynamic_sampling": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
-    "dynamic_sampling.type": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
+    "dynamic_sampling": (
+        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    ),
+    "dynamic_sampling.type": (
+        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    ),
     "sapo_temperature_pos": "algorithm.sapo.tau_positive",
     "sapo_temperature_neg": "algorithm.sapo.tau_negative",
     "num_iterations": "schedule.epochs_per_step",
     "ppo_epochs": "schedule.epochs_per_step",
     "update_epochs_per_batch": "schedule.epochs_per_step",
-    "ratio_cap": 'algorithm.truncated_pg.cap: the loss that was "tis" is "truncated_pg", and "tis" is now Yao\'s',
+    "ratio_cap": (
+        'algorithm.truncated_pg.cap: the loss that was "tis" is "truncated_pg", and '
+        '"tis" is now Yao\'s'
+    ),
     "tis_imp_ratio_cap": 'algorithm.tis.cap: with algorithm.policy_loss="tis"',
     "vllm_importance_sampling_cap": 'algorithm.tis.cap: with algorithm.policy_loss="tis"',
     "rollout_is": 'algorithm.correction.weight: "token" or "sequence"',
@@ -181,7 +222,9 @@ EQUIVALENT_SETTINGS = {
     "top_p": "episode.top_p",
     "top_k": "episode.top_k",
     "min_p": "episode.min_p",
-    "repetition_penalty": "- a penalty depends on what was sampled before: the learner computes no such distribution",
+    "repetition_penalty": (
+        "- a penalty depends on what was sampled before: the learner computes no such distribution"
+    ),
     "ignore_eos": "episode.ignore_eos",
     "max_completion_length": "episode.max_new_tokens",
     "max_response_length": "episode.max_new_tokens",
@@ -226,11 +269,21 @@ EQUIVALENT_SETTINGS = {
     "enforce_eager": "generator.engine_args.enforce_eager",
     "max_num_batched_tokens": "generator.engine_args.max_num_batched_tokens",
     "use_vllm": '- generators always sample with vLLM: `generator.engine="vllm"` is the default',
-    "vllm_mode": "- learner and engines are processes of their own: `generator.count` and `learner.parallel` divide the GPUs",
-    "colocate_all": "- learner and engines are processes of their own: `generator.count` and `learner.parallel` divide the GPUs",
-    "n_gpus_per_node": "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",
+    "vllm_mode": (
+        "- learner and engines are processes of their own: `generator.count` and "
+        "`learner.parallel` divide the GPUs"
+    ),
+    "colocate_all": (
+        "- learner and engines are processes of their own: `generator.count` and "
+        "`learner.parallel` divide the GPUs"
+    ),
+    "n_gpus_per_node": (
+        "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes"
+    ),
     "nnodes": "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",
-    "num_nodes": "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",
+    "num_nodes": (
+        "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes"
+    ),
     "weight_sync_backend": "weights.backend",
     # model, data, environment
     "model_name_or_path": "model.path",
@@ -286,7 +339,9 @@ EQUIVALENT_SETTINGS = {
     "system_prompt": "data.system",
     "shuffle": "- rows are in an order of each epoch, which follows from `seed`",
     "rollout_shuffle": "- rows are in an order of each epoch, which follows from `seed`",
-    "filter_overlong_prompts": "episode.max_prompt_tokens: longer prompts are always left out, and counted",
+    "filter_overlong_prompts": (
+        "episode.max_prompt_tokens: longer prompts are always left out, and counted"
+    ),
     "apply_chat_template": "- prompts are always shown through the model's chat template",
     "return_raw_chat": "- prompts are always shown through the model's chat template",
     # rewards
@@ -325,9 +380,15 @@ EQUIVALENT_SETTINGS = {
     "lora_alpha": "learner.lora.alpha",
     "lora.alpha": "learner.lora.alpha",
     "lora_cfg.alpha": "learner.lora.alpha",
-    "target_modules": 'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
-    "lora_target_modules": 'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
-    "lora.target_modules": 'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
+    "target_modules": (
+        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]'
+    ),
+    "lora_target_modules": (
+        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]'
+    ),
+    "lora.target_modules": (
+        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]'
+    ),
     "lora_dropout": _DROPOUT_NOTE,
     "lora.dropout": _DROPOUT_NOTE,
     # keeping, watching
@@ -360,8 +421,8 @@ EQUIVALENT_SETTINGS = {
     "eval_base_model": "evaluation.at_start",
     "logging_steps": "- every step is logged, in runs/NAME/metrics.jsonl",
 }
-"""Equivalents of the settings of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl, AReaL, slime, miles,
-NeMo RL, ART and ROLL."""
+"""Equivalents of the settings of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl,
+AReaL, slime, miles, NeMo RL, ART and ROLL."""
 
 TARGET_SETTINGS = frozenset(
     setting
@@ -373,11 +434,12 @@ TARGET_SETTINGS = frozenset(
 
 
 def find_equivalent_setting(name: str, *, sections: bool = True) -> str:
-    """Return the text on what to set instead of another trainer's dotted `name`; "" if no trainer is known to have
-    it.
+    """Return the text on what to set instead of another trainer's dotted `name`; "" if no trainer
+    is known to have it.
 
     Args:
-        sections: A section in the name counts too, as it does unless the name begins with a section of ours.
+        sections: A section in the name counts too, as it does unless the name begins with a
+            section of ours.
     """
     parts = name.split(".")
     for stop in range(len(parts), 0 if sections else len(parts) - 1, -1):

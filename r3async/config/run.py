@@ -26,8 +26,8 @@ from r3async.config.weights import WeightsConfig
 
 
 def explain_bad_name(name: str) -> str:
-    """Return why no run can have this name. "" for a valid name, and for the empty one, which stands for preset and
-    time."""
+    """Return why no run can have this name. "" for a valid name, and for the empty one, which
+    stands for preset and time."""
     if name == "latest":
         return "is the link to the newest run"
     if name and (name in (".", "..") or Path(name).name != name or "\\" in name):
@@ -47,8 +47,8 @@ class Config(Section):
     steps: PositiveInt = 100
     """Steps of training. A run that has made them is finished; raise it to train further."""
     resume: str = "auto"
-    """Checkpoint to start from. `auto`: the newest intact one of this run, if there is one. `none`: start at step 0.
-    Otherwise the path of a checkpoint, or of a run."""
+    """Checkpoint to start from. `auto`: the newest intact one of this run, if there is one. `none`:
+    start at step 0. Otherwise the path of a checkpoint, or of a run."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)
@@ -70,44 +70,67 @@ class Config(Section):
     sft: SftConfig = msgspec.field(default_factory=SftConfig)
 
     def check_values(self) -> None:
-        if problem := explain_bad_name(self.name):
-            raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
+        problem = explain_bad_name(self.name)
+        if problem:
+            raise ValueError(
+                f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try"
+            )
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
         if self.schedule.group_size < 2 and self.algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
             raise ValueError(
-                f"`schedule.group_size` = {self.schedule.group_size} leaves `algorithm.advantage` = "
-                f"{self.algorithm.advantage!r} nothing to compare an episode with, so every advantage would be 0: set "
-                "`schedule.group_size` to 2 or more, or `algorithm.advantage` = 'reinforce_pp', which compares with "
-                "the whole batch"
+                f"`schedule.group_size` = {self.schedule.group_size} leaves `algorithm.advantage` "
+                f"= {self.algorithm.advantage!r} nothing to compare an episode with, so every "
+                "advantage would be 0: set `schedule.group_size` to 2 or more, or "
+                "`algorithm.advantage` = 'reinforce_pp', which compares with the whole batch"
             )
         if self.schedule.replaced_groups and not self.algorithm.filter_zero_variance:
             raise ValueError(
-                "`schedule.replaced_groups` takes other groups in place of those with zero variance, which are then not to be "
-                "trained: set `algorithm.filter_zero_variance` = true"
+                "`schedule.replaced_groups` takes other groups in place of those with zero "
+                "variance, which are then not to be trained: set "
+                "`algorithm.filter_zero_variance` = true"
             )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
-            raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
-        if not self.model.path and self.model.init.top_k == 1 and self.learner.backend == "megatron":
             raise ValueError(
-                "`model.init.top_k` = 1: the one gate of a token is always 1, so the router has no gradient, and megatron-core "
-                'refuses it: set `model.init.top_k` to 2 or more, or `learner.backend` = "torch"'
+                "`algorithm.router_aux.coef` needs the routes of a step beforehand: set "
+                "`routing.replay`"
+            )
+        if (
+            not self.model.path
+            and self.model.init.top_k == 1
+            and self.learner.backend == "megatron"
+        ):
+            raise ValueError(
+                "`model.init.top_k` = 1: the one gate of a token is always 1, so the router has no "
+                "gradient, and megatron-core refuses it: set `model.init.top_k` to 2 or more, or "
+                '`learner.backend` = "torch"'
             )
         if self.algorithm.distillation.teacher and self.learner.backend == "scripted":
             raise ValueError(
-                '`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "scripted" has none'
+                "`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "
+                '"scripted" has none'
             )
         if not self.episode.temperature:
             raise ValueError(
-                "`episode.temperature` must be greater than 0, got 0: greedy answers are all the same, and have no log-probs to "
-                "train on. Evaluations may be greedy: `evaluation.temperature` = 0"
+                "`episode.temperature` must be greater than 0, got 0: greedy answers are all the "
+                "same, and have no log-probs to train on. Evaluations may be greedy: "
+                "`evaluation.temperature` = 0"
             )
-        if self.generator.engine == "scripted" and self.weights.probe and self.learner.backend != "scripted":
-            raise ValueError('`generator.engine = "scripted"` has no weights to compare: set `weights.probe` = false')
-        self.evaluation.check_keep_best(self.checkpoint.keep_best, self.schedule.steps_per_publication)
+        if (
+            self.generator.engine == "scripted"
+            and self.weights.probe
+            and self.learner.backend != "scripted"
+        ):
+            raise ValueError(
+                '`generator.engine = "scripted"` has no weights to compare: set '
+                "`weights.probe` = false"
+            )
+        self.evaluation.check_keep_best(
+            self.checkpoint.keep_best, self.schedule.steps_per_publication
+        )
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
-                f"`learner.max_tokens_per_micro_batch` = {self.learner.max_tokens_per_micro_batch}: "
-                "such a sample could not be trained"
+                "`learner.max_tokens_per_micro_batch` = "
+                f"{self.learner.max_tokens_per_micro_batch}: such a sample could not be trained"
             )

@@ -16,8 +16,8 @@ _REFERENCE = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*")
 class Secret:
     """A text that is not written anywhere: it prints as `***`, and only `reveal` returns it.
 
-    `$NAME` stands for the environment variable NAME of the process that reveals it. The reference itself is no
-    secret, so it is shown, and a resumed run finds it again. Immutable.
+    `$NAME` stands for the environment variable NAME of the process that reveals it. The reference
+    itself is no secret, so it is shown, and a resumed run finds it again. Immutable.
     """
 
     __slots__ = ("_text",)
@@ -42,7 +42,8 @@ class Secret:
 
     @property
     def variable_name(self) -> str:
-        """The name of the environment variable that holds the secret; empty if it is given literally."""
+        """The name of the environment variable that holds the secret; empty if it is
+        given literally."""
         return self._text[1:] if _REFERENCE.fullmatch(self._text) else ""
 
     @property
@@ -61,23 +62,26 @@ class Secret:
         return self._text
 
     def reveal(self, setting: str) -> str:
-        """Return the text. Raises `ConfigError` that names `setting` if the variable is not set, or the text was not
-        kept."""
+        """Return the text. Raises `ConfigError` that names `setting` if the variable is not set, or
+        the text was not kept."""
         refuse_lost_secret(self, setting)
         if not self.variable_name:
             return self._text
         try:
             return os.environ[self.variable_name]
         except KeyError:
-            raise ConfigError(f"`{setting}` = {self._text!r}: there is no such environment variable") from None
+            raise ConfigError(
+                f"`{setting}` = {self._text!r}: there is no such environment variable"
+            ) from None
 
 
 def refuse_lost_secret(secret: Secret, setting: str) -> None:
-    """Raise `ConfigError` for a secret that was left out of the file which this configuration comes from."""
+    """Raise `ConfigError` for a secret that was left out of the file which this
+    configuration comes from."""
     if secret.is_lost:
         raise ConfigError(
-            f"`{setting}` is {REDACTED!r}: secrets are not written to files. Set it again, best as `{setting}=$NAME`, which "
-            "names an environment variable"
+            f"`{setting}` is {REDACTED!r}: secrets are not written to files. Set it again, best as "
+            f"`{setting}=$NAME`, which names an environment variable"
         )
 
 
@@ -98,7 +102,9 @@ def collect_secrets(data: Any, path: str = "") -> dict[str, Secret]:
         return {path: data}
     if isinstance(data, list):
         return {
-            at: secret for n, inner in enumerate(data) for at, secret in collect_secrets(inner, f"{path}[{n}]").items()
+            at: secret
+            for n, inner in enumerate(data)
+            for at, secret in collect_secrets(inner, f"{path}[{n}]").items()
         }
     fields = data if isinstance(data, Mapping) else getattr(data, "__struct_fields__", ())
     found: dict[str, Secret] = {}

@@ -13,8 +13,8 @@ LOOPBACK_HOST = "127.0.0.1"
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether only this machine can reach `host`. A name other than `localhost` counts as reachable by
-    others.
+    """Return whether only this machine can reach `host`. A name other than `localhost` counts as
+    reachable by others.
 
     Accepts IPv6 with and without brackets, and IPv4-mapped addresses (`::ffff:127.0.0.1`).
     """
@@ -39,8 +39,8 @@ def bracket_ipv6(host: str) -> str:
 
 
 class ServingConfig(Section):
-    """The generators' endpoint for agents. An environment `agent:…` or `agent-command` always has its endpoint, for
-    its own episodes; `enabled` opens it to agents that others start."""
+    """The generators' endpoint for agents. An environment `agent:…` or `agent-command` always has
+    its endpoint, for its own episodes; `enabled` opens it to agents that others start."""
 
     enabled: bool = False
     """Let anyone who has the token begin sessions. Address and token of each generator are in
@@ -50,31 +50,34 @@ class ServingConfig(Section):
     port: Port = 0
     """Port of the endpoint. 0: a free one. A fixed number allows only one generator a host."""
     token: Secret = msgspec.field(default_factory=Secret)
-    """Token for opening sessions. Empty: a random one for each generator. `$NAME`: the value of a variable of the
-    generator. It is written to no file, so give it to a resumed run again, unless it is a `$NAME`."""
+    """Token for opening sessions. Empty: a random one for each generator. `$NAME`: the value of a
+    variable of the generator. It is written to no file, so give it to a resumed run again, unless
+    it is a `$NAME`."""
     model_name: str = "policy"
     """Name of the model in `/v1/models`. Requests may name any."""
     tool_parser: str = "auto"
-    """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's own, for the form of Hermes
-    and Qwen. Otherwise vLLM's parser of that name, such as `llama3_json`."""
+    """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's own, for
+    the form of Hermes and Qwen. Otherwise vLLM's parser of that name, such as `llama3_json`."""
     max_body_bytes: PositiveInt = 4 * 2**20
     """Maximum size of one request in bytes."""
     max_messages: PositiveInt = 1024
     """Maximum number of messages, and of tools, in one request."""
     max_connections: PositiveInt = 512
-    """Maximum number of connections to one generator's endpoint. A further one replaces the oldest that has shown no
-    key; if all have, it is closed."""
+    """Maximum number of connections to one generator's endpoint. A further one replaces the oldest
+    that has shown no key; if all have, it is closed."""
     read_timeout: PositiveFloat = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64
     """Maximum number of sessions open at once for agents that others start."""
     unrewarded: SignedFloat | None = None
-    """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
+    """Reward of an episode whose agent gave none. Unset: such an episode is an error,
+    and is tried again."""
 
     def check_values(self) -> None:
         if isinstance(self.token, str):
             self.token = Secret(self.token)
         if not is_loopback_host(self.host) and not self.token:
             raise ValueError(
-                f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
+                f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or "
+                "leave `host` at 127.0.0.1"
             )

@@ -25,15 +25,22 @@ def merge_tables(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[st
     out = dict(base)
     for key, value in overlay.items():
         old = out.get(key)
-        out[key] = merge_tables(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
+        out[key] = (
+            merge_tables(old, value)
+            if isinstance(value, Mapping) and isinstance(old, Mapping)
+            else value
+        )
     return out
 
 
 def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer (a file or the overrides) in which `data` and `reward` are expanded to the `env.name` and
-    `env.args` that they stand for, and `[[env]]` likewise. A value "null" there becomes None, which unsets it."""
-    if isinstance(entries := layer.get("env"), list):
-        if both := next((key for key in SHORTHAND_KEYS if key in layer), ""):
+    """Return a layer (a file or the overrides) in which `data` and `reward` are expanded to the
+    `env.name` and `env.args` that they stand for, and `[[env]]` likewise. A value "null" there
+    becomes None, which unsets it."""
+    entries = layer.get("env")
+    if isinstance(entries, list):
+        both = next((key for key in SHORTHAND_KEYS if key in layer), "")
+        if both:
             raise ConfigError(f"`{both}` beside [[env]]: set it in the entry that it is for")
         return {**layer, "env": _build_mix([_expand_entry(entry) for entry in entries])}
     given = {key: layer[key] for key in SHORTHAND_KEYS if key in layer}
@@ -43,13 +50,15 @@ def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_two_environments(given, rest.get("env"))
     data = given.pop("data", {})
     if data is None or data == UNSET_WORD:
-        raise ConfigError("`data` cannot be unset: set `env.name`, which names an environment without rows")
+        raise ConfigError(
+            "`data` cannot be unset: set `env.name`, which names an environment without rows"
+        )
     if isinstance(data, str):
         data = {"path": data}
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"`data` = {format_value(data)} must be a path, a section with `path` in it, or in Python rows: a list of "
-            "dicts, or a datasets.Dataset"
+            f"`data` = {format_value(data)} must be a path, a section with `path` in it, or in "
+            "Python rows: a list of dicts, or a datasets.Dataset"
         )
     if "reward" in data:
         raise ConfigError("`data.reward`: `reward` is set beside `data`, not in it")
@@ -62,7 +71,8 @@ def _refuse_two_environments(shorthand: Mapping[str, Any], env: Any) -> None:
     name = env.get("name") if isinstance(env, Mapping) else None
     if isinstance(name, str) and name.partition(":")[0] != DATASET_ENV:
         raise ConfigError(
-            f"`{next(iter(shorthand))}` is for rows, and `env.name` = {name!r} is another environment: set one of the two"
+            f"`{next(iter(shorthand))}` is for rows, and `env.name` = {name!r} is another "
+            "environment: set one of the two"
         )
 
 
@@ -76,18 +86,24 @@ def _expand_entry(entry: Any) -> Any:
 
 
 def _build_mix(entries: Sequence[Any]) -> dict[str, Any]:
-    """Return the section `env` that `[[env]]` stands for. Each entry is plain data, with `data` and `reward`
-    expanded. Raises `ConfigError` that names the entry."""
+    """Return the section `env` that `[[env]]` stands for. Each entry is plain data, with `data` and
+    `reward` expanded. Raises `ConfigError` that names the entry."""
     args: dict[str, Any] = {}
     for at, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"`env[{at}]` = {entry!r} must be a table: [[env]], with `name` in it")
+            raise ConfigError(
+                f"`env[{at}]` = {entry!r} must be a table: [[env]], with `name` in it"
+            )
         inner = {key: value for key, value in entry.items() if key != "label"}
         label = entry.get("label") or _derive_label(inner)
         if not isinstance(label, str) or not LABEL_PATTERN.fullmatch(label):
-            raise ConfigError(f"`env[{at}].label` = {label!r} must be of letters, digits, `_` and `-`")
+            raise ConfigError(
+                f"`env[{at}].label` = {label!r} must be of letters, digits, `_` and `-`"
+            )
         if label in args:
-            raise ConfigError(f"`env[{at}]`: two are called {label!r}; give each a `label` of its own")
+            raise ConfigError(
+                f"`env[{at}]`: two are called {label!r}; give each a `label` of its own"
+            )
         if not inner.get("name"):
             raise ConfigError(f"`env[{at}]`: which environment? Set its `name`, or `data`")
         args[label] = inner
@@ -97,7 +113,8 @@ def _build_mix(entries: Sequence[Any]) -> dict[str, Any]:
 
 
 def _derive_label(entry: Mapping[str, Any]) -> str:
-    name, args = str(entry.get("name", "")), entry.get("args", {})
+    name = str(entry.get("name", ""))
+    args = entry.get("args", {})
     path = args.get("path", "") if isinstance(args, Mapping) else ""
     last = Path(path).stem if path else name.rpartition(":")[2].rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9_-]", "-", last) or "-"

@@ -25,29 +25,41 @@ class ReadCondition(NamedTuple):
     requirement: str
     is_met: Callable[[Config], object]
     is_shared_in_files: bool = False
-    """True if another command reads the settings too, maybe from the same file; only on the command line are they
-    then without effect."""
+    """True if another command reads the settings too, maybe from the same file; only on the command
+    line are they then without effect."""
 
 
 def _has_agent_env(config: Config) -> bool:
-    names = [config.env.name, config.evaluation.env.name, *(each.env.name for each in config.evaluation.sets.values())]
+    names = [
+        config.env.name,
+        config.evaluation.env.name,
+        *(each.env.name for each in config.evaluation.sets.values()),
+    ]
     names += [str(each.get("name")) for each in config.env.args.values() if isinstance(each, dict)]
     return any(name.startswith(("agent:", "agent-")) for name in names)
 
 
 def _make_loss_predicate(name: str) -> Callable[[Config], bool]:
-    """Return the condition for reading the section of policy loss `name`. A user-defined loss may read the section
-    of any."""
+    """Return the condition for reading the section of policy loss `name`. A user-defined loss may
+    read the section of any."""
     return lambda c: c.algorithm.policy_loss == name or ":" in c.algorithm.policy_loss
 
 
 READ_CONDITIONS = (
     ReadCondition(("model.init",), "an empty `model.path`", lambda c: not c.model.path),
-    ReadCondition(("model.init.warm_reward",), "`model.init.max_warm_steps`", lambda c: c.model.init.max_warm_steps),
     ReadCondition(
-        ("episode.keep_sampling_mask",), "`episode.top_p`, `top_k` or `min_p`", lambda c: c.episode.truncates_sampling
+        ("model.init.warm_reward",),
+        "`model.init.max_warm_steps`",
+        lambda c: c.model.init.max_warm_steps,
     ),
-    ReadCondition(("schedule.window",), "`schedule.max_staleness`", lambda c: c.schedule.max_staleness),
+    ReadCondition(
+        ("episode.keep_sampling_mask",),
+        "`episode.top_p`, `top_k` or `min_p`",
+        lambda c: c.episode.truncates_sampling,
+    ),
+    ReadCondition(
+        ("schedule.window",), "`schedule.max_staleness`", lambda c: c.schedule.max_staleness
+    ),
     ReadCondition(
         ("schedule.difficulty.groups",),
         "`schedule.difficulty.settled_share` below 1, or `schedule.difficulty.target`",
@@ -68,9 +80,15 @@ READ_CONDITIONS = (
         '`routing.replay` = "rollout"',
         lambda c: c.routing.replay == "rollout",
     ),
-    ReadCondition(("routing.trace_every",), '`routing.trace` = "sample"', lambda c: c.routing.trace == "sample"),
     ReadCondition(
-        ("algorithm.normalize_std",), '`algorithm.advantage` = "grpo"', lambda c: c.algorithm.advantage == "grpo"
+        ("routing.trace_every",),
+        '`routing.trace` = "sample"',
+        lambda c: c.routing.trace == "sample",
+    ),
+    ReadCondition(
+        ("algorithm.normalize_std",),
+        '`algorithm.advantage` = "grpo"',
+        lambda c: c.algorithm.advantage == "grpo",
     ),
     ReadCondition(
         ("algorithm.overlong_penalty.factor",),
@@ -78,7 +96,11 @@ READ_CONDITIONS = (
         lambda c: c.algorithm.overlong_penalty.buffer,
     ),
     *(
-        ReadCondition((f"algorithm.{loss}",), f'`algorithm.policy_loss` = "{loss}"', _make_loss_predicate(loss))
+        ReadCondition(
+            (f"algorithm.{loss}",),
+            f'`algorithm.policy_loss` = "{loss}"',
+            _make_loss_predicate(loss),
+        )
         for loss in BUILTIN_POLICY_LOSSES
     ),
     ReadCondition(
@@ -92,7 +114,9 @@ READ_CONDITIONS = (
         lambda c: c.algorithm.correction.weight != "none",
     ),
     ReadCondition(
-        ("algorithm.rollout_kl.estimator",), "`algorithm.rollout_kl.coef`", lambda c: c.algorithm.rollout_kl.coef
+        ("algorithm.rollout_kl.estimator",),
+        "`algorithm.rollout_kl.coef`",
+        lambda c: c.algorithm.rollout_kl.coef,
     ),
     ReadCondition(
         tuple(f"algorithm.rollout_kl.{name}" for name in ("coef_max", "gain", "gain_down")),
@@ -129,12 +153,26 @@ READ_CONDITIONS = (
         '`learner.lr_schedule` = "linear" or "cosine"',
         lambda c: c.learner.lr_schedule != "constant",
     ),
-    ReadCondition(("learner.lora.alpha", "learner.lora.targets"), "`learner.lora.rank`", lambda c: c.learner.lora.rank),
-    ReadCondition(("weights.probe_every", "weights.probe_tolerance"), "`weights.probe`", lambda c: c.weights.probe),
     ReadCondition(
-        ("weights.relay",), '`weights.backend` = "tcp" or "auto"', lambda c: c.weights.backend in ("tcp", "auto")
+        ("learner.lora.alpha", "learner.lora.targets"),
+        "`learner.lora.rank`",
+        lambda c: c.learner.lora.rank,
     ),
-    ReadCondition(("transport.trusted_network",), '`weights.backend` = "nccl"', lambda c: c.weights.backend == "nccl"),
+    ReadCondition(
+        ("weights.probe_every", "weights.probe_tolerance"),
+        "`weights.probe`",
+        lambda c: c.weights.probe,
+    ),
+    ReadCondition(
+        ("weights.relay",),
+        '`weights.backend` = "tcp" or "auto"',
+        lambda c: c.weights.backend in ("tcp", "auto"),
+    ),
+    ReadCondition(
+        ("transport.trusted_network",),
+        '`weights.backend` = "nccl"',
+        lambda c: c.weights.backend == "nccl",
+    ),
     ReadCondition(
         tuple(f"buffer.{name}" for name in ("memory_bytes", "disk_bytes", "fsync")),
         '`buffer.durability` = "disk"',
@@ -155,18 +193,27 @@ READ_CONDITIONS = (
         "`serving.enabled` = true, or an agent as `env.name`",
         lambda c: c.serving.enabled or _has_agent_env(c),
     ),
-    ReadCondition(("serving.max_sessions",), "`serving.enabled` = true", lambda c: c.serving.enabled),
     ReadCondition(
-        ("evaluation",), "`evaluation.every_steps`", lambda c: c.evaluation.every_steps, is_shared_in_files=True
+        ("serving.max_sessions",), "`serving.enabled` = true", lambda c: c.serving.enabled
+    ),
+    ReadCondition(
+        ("evaluation",),
+        "`evaluation.every_steps`",
+        lambda c: c.evaluation.every_steps,
+        is_shared_in_files=True,
     ),
 )
-"""Conditions for settings to be read: a setting is read if all of its conditions hold. The settings that a condition
-itself depends on are always read."""
+"""Conditions for settings to be read: a setting is read if all of its conditions hold. The settings
+that a condition itself depends on are always read."""
 
 SECTIONS_OF_OTHER_COMMANDS: dict[CommandName, dict[str, str]] = {
     "train": {"sft": "`r3async sft`"},
-    "sft": dict.fromkeys(("generator", "weights", "transport", "buffer", "serving", "schedule"), "`r3async train`"),
-    "eval": dict.fromkeys(("sft", "algorithm", "schedule", "buffer", "transport", "supervise"), "training"),
+    "sft": dict.fromkeys(
+        ("generator", "weights", "transport", "buffer", "serving", "schedule"), "`r3async train`"
+    ),
+    "eval": dict.fromkeys(
+        ("sft", "algorithm", "schedule", "buffer", "transport", "supervise"), "training"
+    ),
 }
 """Sections that a command does not read, each with the command or activity that does."""
 
@@ -174,21 +221,30 @@ ALWAYS_READ = frozenset({"evaluation.every_steps", "serving.enabled"})
 
 
 def explain_unread(setting: str, config: Config, *, in_file: bool = False) -> str:
-    """Return what is missing for `setting`, of a file or of the command line, to be read in training, as
-    `ReadCondition.requirement`; "" if it is read."""
+    """Return what is missing for `setting`, of a file or of the command line, to be read in
+    training, as `ReadCondition.requirement`; "" if it is read."""
     if setting in ALWAYS_READ:
         return ""
     for condition in READ_CONDITIONS:
         if in_file and condition.is_shared_in_files:
             continue
-        if any(_is_within(setting, each) for each in condition.settings) and not condition.is_met(config):
+        if any(_is_within(setting, each) for each in condition.settings) and not condition.is_met(
+            config
+        ):
             return condition.requirement
     return ""
 
 
 def find_other_reader(setting: str, command: CommandName) -> str:
     """Return which other command or activity reads `setting`, if this command does not; else ""."""
-    return next((who for of, who in SECTIONS_OF_OTHER_COMMANDS.get(command, {}).items() if _is_within(setting, of)), "")
+    return next(
+        (
+            who
+            for of, who in SECTIONS_OF_OTHER_COMMANDS.get(command, {}).items()
+            if _is_within(setting, of)
+        ),
+        "",
+    )
 
 
 def _is_within(setting: str, section: str) -> bool:

@@ -14,14 +14,18 @@ from r3async.config.section import did_you_mean
 
 
 def import_object(path: str) -> Any:
-    """Return the object at `module:name` or `file.py:name`. Raises `ImportError`, `AttributeError` or `ValueError`
-    if it does not exist, and any error that the module raises."""
+    """Return the object at `module:name` or `file.py:name`. Raises `ImportError`, `AttributeError`
+    or `ValueError` if it does not exist, and any error that the module raises."""
     place, _, name = path.rpartition(":")
     if not place.endswith(".py"):
         return pkgutil.resolve_name(path)
     module = _import_user_module(place)
     if not hasattr(module, name):
-        own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        own = [
+            each
+            for each in vars(module)
+            if callable(getattr(module, each)) and not each.startswith("_")
+        ]
         hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
         raise AttributeError(f"{place} has no {name!r}; {hint}")
     return getattr(module, name)

@@ -13,52 +13,56 @@ BASE_WRITE_SECONDS = 600.0
 BASE_CHECKPOINT_SECONDS = 1800.0
 """Seconds to write any checkpoint, to which the time for its bytes is added."""
 FULL_BYTES_PER_SECOND = 2e8
-"""Minimum rate in bytes per second where all of a file is written, or fetched and loaded by vLLM's own loader: the
-61 GB of 30 B parameters take an engine 100 to 280 s."""
+"""Minimum rate in bytes per second where all of a file is written, or fetched and loaded by vLLM's
+own loader: the 61 GB of 30 B parameters take an engine 100 to 280 s."""
 DELTA_BYTES_PER_SECOND = 5e8
-"""Minimum rate in bytes per second where only changes are fetched and the file is loaded by the plan."""
+"""Minimum rate in bytes per second where only changes are fetched and the file is
+loaded by the plan."""
 
 
 def resolve_timeout(
     configured: float | None, base_seconds: float, nbytes: int, rate: float = FULL_BYTES_PER_SECOND
 ) -> float:
-    """Return the seconds that work on `nbytes` may take: `configured`, or by default `base_seconds` and a second for
-    each `rate` bytes."""
+    """Return the seconds that work on `nbytes` may take: `configured`, or by default `base_seconds`
+    and a second for each `rate` bytes."""
     return base_seconds + nbytes / rate if configured is None else configured
 
 
 class WeightsConfig(Section):
     backend: Literal["auto", "shared_memory", "tcp", "nccl"] = "auto"
-    """Transfer of weights to the engines. `shared_memory`: a file that engines on the learner's host map. `tcp`: to one
-    such file on each other host, as changes or whole. `auto`: `tcp` if there are several hosts. `nccl`: between GPUs;
-    needs CUDA on both sides, and has not yet run on GPUs."""
+    """Transfer of weights to the engines. `shared_memory`: a file that engines on the
+    learner's host map. `tcp`: to one such file on each other host, as changes or whole.
+    `auto`: `tcp` if there are several hosts. `nccl`: between GPUs; needs CUDA on both sides,
+    and has not yet run on GPUs."""
     relay: bool = True
-    """With `tcp`, let hosts of generators pass weights on to others, so that the learner sends a version twice however
-    many hosts there are. They listen on a free port, with the run's keys; one that others cannot reach is left out."""
+    """With `tcp`, let hosts of generators pass weights on to others, so that the learner sends a
+    version twice however many hosts there are. They listen on a free port, with the run's keys; one
+    that others cannot reach is left out."""
     bucket_bytes: ByteCount = 64 * 2**20
     """Size of the pieces in which weights are converted and sent."""
     install_timeout: PositiveFloat | None = None
-    """Seconds that an engine may take to get and install a version; then it is restarted. Default: 120, plus 1 for each
-    500 MB of a version, or for each 200 MB at an engine's first one. `--dry-run` shows it."""
+    """Seconds that an engine may take to get and install a version; then it is restarted. Default:
+    120, plus 1 for each 500 MB of a version, or for each 200 MB at an engine's first one.
+    `--dry-run` shows it."""
     write_timeout: PositiveFloat | None = None
-    """Seconds that writing one version may take; the step after the next waits for it. Default: 600, plus 1 for each
-    200 MB. `--dry-run` shows it."""
+    """Seconds that writing one version may take; the step after the next waits for it. Default:
+    600, plus 1 for each 200 MB. `--dry-run` shows it."""
     probe: bool = True
-    """Compare log-probs of learner and engine, of a fixed text and of tokens sampled after it. A mismatch stops the run
-    and names the tensor. Done at the first delivery, every `probe_every` versions, and after a restart of a
-    generator."""
+    """Compare log-probs of learner and engine, of a fixed text and of tokens sampled after it. A
+    mismatch stops the run and names the tensor. Done at the first delivery, every `probe_every`
+    versions, and after a restart of a generator."""
     probe_every: PositiveInt = 10
     """Versions between two probes of a generator."""
     probe_tolerance: float | None = None
-    """Mean |difference| in nats that the probe accepts. Default: 0.15; if engine and learner are both float32, 1e-3, or
-    0.019 for an engine on GPUs, whose kernel of experts rounds."""
+    """Mean |difference| in nats that the probe accepts. Default: 0.15; if engine and learner are
+    both float32, 1e-3, or 0.019 for an engine on GPUs, whose kernel of experts rounds."""
     directory: str = ""
-    """Directory of published weights. Default: shared memory (`/dev/shm`), or the temporary directory where there is
-    none."""
+    """Directory of published weights. Default: shared memory (`/dev/shm`), or the temporary
+    directory where there is none."""
 
     def resolve_install_timeout(self, nbytes: int, first: bool) -> float:
-        """Return the seconds that `install_timeout` allows for a version of `nbytes`; `first` if the engine has no
-        weights yet."""
+        """Return the seconds that `install_timeout` allows for a version of `nbytes`; `first` if
+        the engine has no weights yet."""
         rate = FULL_BYTES_PER_SECOND if first else DELTA_BYTES_PER_SECOND
         return resolve_timeout(self.install_timeout, BASE_INSTALL_SECONDS, nbytes, rate)
 

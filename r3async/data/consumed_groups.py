@@ -17,8 +17,11 @@ class ConsumedGroups:
 
     def __init__(self, window: int = 1, head: int = 0, beyond_head: Sequence[int] = ()):
         if window < 1:
-            raise ValueError(f"schedule.window = {window} must be at least 1, which is strict lease order")
-        self.window, self.head = window, head
+            raise ValueError(
+                f"schedule.window = {window} must be at least 1, which is strict lease order"
+            )
+        self.window = window
+        self.head = head
         self.beyond_head = set(beyond_head)
         """Consumed groups above `head`; fewer than `window`."""
 
@@ -29,7 +32,8 @@ class ConsumedGroups:
         return self.head + len(self.beyond_head)
 
     def after_consuming(self, groups: Iterable[int]) -> ConsumedGroups:
-        """Return a copy that has consumed these groups too, in this order. Raises `ValueError` as `add` does."""
+        """Return a copy that has consumed these groups too, in this order. Raises
+        `ValueError` as `add` does."""
         future = ConsumedGroups(self.window, self.head, tuple(self.beyond_head))
         for group in groups:
             future.add(group)
@@ -44,13 +48,14 @@ class ConsumedGroups:
         return itertools.takewhile(lambda g: g < self.head + self.window, self.untrained_groups())
 
     def add(self, group: int) -> None:
-        """Consume `group`. Raises `ValueError` if it was consumed before or is beyond the window."""
+        """Consume `group`. Raises `ValueError` if it was consumed before or is
+        beyond the window."""
         if group in self:
             raise ValueError(f"group {group} was consumed already")
         if group >= self.head + self.window:
             raise ValueError(
-                f"group {group} may not overtake group {self.head}: schedule.window = {self.window} lets "
-                f"{self.window - 1} younger groups be consumed before it"
+                f"group {group} may not overtake group {self.head}: schedule.window = "
+                f"{self.window} lets {self.window - 1} younger groups be consumed before it"
             )
         self.beyond_head.add(group)
         while self.head in self.beyond_head:
@@ -58,12 +63,15 @@ class ConsumedGroups:
             self.head += 1
 
     def add_groups(self, groups: Iterable[int]) -> None:
-        """Consume all of these groups, in this order, or none: then it raises `ValueError` as `add` does."""
+        """Consume all of these groups, in this order, or none: then it raises
+        `ValueError` as `add` does."""
         future = self.after_consuming(groups)
-        self.head, self.beyond_head = future.head, future.beyond_head
+        self.head = future.head
+        self.beyond_head = future.beyond_head
 
     def trainable_groups(self, is_complete: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the groups that would be consumed in turn from here, until none in the window is complete."""
+        """Yield the groups that would be consumed in turn from here, until none in the
+        window is complete."""
         future = self.after_consuming(())
         while (group := next(filter(is_complete, future.groups_in_window()), None)) is not None:
             future.add(group)

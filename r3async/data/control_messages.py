@@ -45,11 +45,13 @@ SessionId = Annotated[str, Meta(max_length=64)]
 
 
 class ControlBase(msgspec.Struct, tag_field="kind", tag=str.lower):
-    """Base of control messages: one frame of msgpack, distinguished by `kind`, and then its CRC-32, little-endian."""
+    """Base of control messages: one frame of msgpack, distinguished by `kind`, and then its
+    CRC-32, little-endian."""
 
 
 class Hello(ControlBase):
-    """Sender's message that opens a session, repeated as a heartbeat. The answer is `Welcome`, or a final `Refusal`."""
+    """Sender's message that opens a session, repeated as a heartbeat. The answer is `Welcome`, or a
+    final `Refusal`."""
 
     session: SessionId
     sender_id: BoundedId
@@ -59,13 +61,15 @@ class Hello(ControlBase):
 
 
 class Welcome(ControlBase):
-    """Receiver's message that the session is open. It answers each HELLO, and goes to all senders when `until` changes.
+    """Receiver's message that the session is open. It answers each HELLO, and goes to all senders
+    when `until` changes.
 
     Attributes:
         epoch: Incarnation of the receiver; a new one means that the receiver was restarted.
         until: Group before which trajectories are accepted now.
         at_once: Bytes that may be in flight from this sender; or one trajectory, if that is larger.
-        in_hand: Trajectories of this sender that arrived and are not answered yet (they are being written, say).
+        in_hand: Trajectories of this sender that arrived and are not answered yet (they are
+            being written, say).
     """
 
     session: SessionId
@@ -103,8 +107,8 @@ class DeliveryItem(msgspec.Struct, array_like=True, frozen=True):
 class Deliver(ControlBase):
     """Sender's message that delivers trajectories.
 
-    All their frames follow, small ones joined (`frame_parts`), cut into pieces (`split_frames`); those of several
-    trajectories are one piece. Each trajectory is accepted or refused separately.
+    All their frames follow, small ones joined (`frame_parts`), cut into pieces (`split_frames`);
+    those of several trajectories are one piece. Each trajectory is accepted or refused separately.
     """
 
     session: SessionId
@@ -113,13 +117,15 @@ class Deliver(ControlBase):
     def split_by_item(self, pieces: Sequence[Frame]) -> list[Sequence[Frame]]:
         """Return the pieces of each item. Raises `WireError` if they do not fit the items.
 
-        They are copied out of the piece that several items share, so that none keeps the memory of another alive.
+        They are copied out of the piece that several items share, so that none keeps the memory
+        of another alive.
         """
         if len(self.items) == 1:
             return [pieces]
         if len(pieces) != 1:
             raise WireError(f"{len(self.items)} trajectories in {len(pieces)} pieces")
-        view, ends = byte_view(pieces[0]), [0]
+        view = byte_view(pieces[0])
+        ends = [0]
         for item in self.items:
             end = ends[-1]
             for size in filter(None, item.frames):
@@ -128,14 +134,19 @@ class Deliver(ControlBase):
         if ends[-1] != len(view):
             raise WireError(f"{len(view)} bytes of several trajectories that have {ends[-1]}")
         return [
-            [bytes(view[align_offset(start) : end])] if start < end else [] for start, end in itertools.pairwise(ends)
+            [bytes(view[align_offset(start) : end])] if start < end else []
+            for start, end in itertools.pairwise(ends)
         ]
 
 
-def encode_delivery(session: str, items: Sequence[DeliveryItem], frames: Iterable[Sequence[Frame]]) -> list[Frame]:
+def encode_delivery(
+    session: str, items: Sequence[DeliveryItem], frames: Iterable[Sequence[Frame]]
+) -> list[Frame]:
     """Return the message that delivers trajectories, whose frames are `frames`."""
     # The frames of several trajectories have to be one piece.
-    payload = frame_parts(itertools.chain.from_iterable(frames), PIECE_BYTES if len(items) > 1 else MAX_JOINED_BYTES)
+    payload = frame_parts(
+        itertools.chain.from_iterable(frames), PIECE_BYTES if len(items) > 1 else MAX_JOINED_BYTES
+    )
     return [encode_control(Deliver(session, list(items))), *split_frames(payload)]
 
 
@@ -145,7 +156,9 @@ def join_item_frames(item: DeliveryItem, pieces: Sequence[Frame]) -> list[Frame]
     They are views of the pieces unless one was cut. Raises `WireError` if they do not fit the item.
     """
     parts = PartReader([byte_view(frame) for frame in join_pieces(pieces)])
-    frames: list[Frame] = [parts.read_part(size, f"frame {i}") for i, size in enumerate(item.frames)]
+    frames: list[Frame] = [
+        parts.read_part(size, f"frame {i}") for i, size in enumerate(item.frames)
+    ]
     parts.check_end()
     return frames
 
@@ -161,9 +174,9 @@ class Reject(ControlBase):
 
     Attributes:
         trajectory_id: Id of the trajectory; empty if the message was too broken to have one.
-        again: `never`: it will never be accepted. `damaged`: it is not what a sender of this schema makes, so it
-            changed on its way, and may be sent again. `later`: it may be sent again as soon as its group is before
-            `Welcome.until`.
+        again: `never`: it will never be accepted. `damaged`: it is not what a sender of this schema
+            makes, so it changed on its way, and may be sent again. `later`: it may be sent again as
+            soon as its group is before `Welcome.until`.
     """
 
     trajectory_id: str
@@ -181,7 +194,8 @@ def encode_control(message: ControlMessage) -> bytes:
 def append_control_crc(body: bytes) -> bytes:
     """Append the CRC-32 to a message.
 
-    A changed bit could turn one valid message into another, and TCP's own checksum, of 16 bits, misses some changes.
+    A changed bit could turn one valid message into another, and TCP's own checksum, of 16 bits,
+    misses some changes.
     """
     return body + zlib.crc32(body).to_bytes(CRC_BYTES, "little")
 
@@ -191,9 +205,13 @@ def decode_control(frame: Frame) -> ControlMessage:
     view = byte_view(frame)
     if len(view) > MAX_CONTROL_BYTES:
         raise WireError(f"a control message of {len(view)} bytes, more than {MAX_CONTROL_BYTES}")
-    body, crc = view[:-CRC_BYTES], view[-CRC_BYTES:]
+    body = view[:-CRC_BYTES]
+    crc = view[-CRC_BYTES:]
     if zlib.crc32(body) != int.from_bytes(crc, "little") or not body:
-        raise WireError("malformed control message: its checksum is wrong, or it is of another version of the protocol")
+        raise WireError(
+            "malformed control message: its checksum is wrong, or it is of another "
+            "version of the protocol"
+        )
     try:
         return decode_msgpack(body, ControlMessage)
     except MalformedError as error:

@@ -33,11 +33,13 @@ class CurveStyle(NamedTuple):
     is_scatter: bool = False
 
 
-MetricCombination = Literal["token_mean", "input_mean", "update_mean", "sum", "epoch_sum", "max", "min", "last"]
+MetricCombination = Literal[
+    "token_mean", "input_mean", "update_mean", "sum", "epoch_sum", "max", "min", "last"
+]
 """How the value of a step follows from those of its updates, one for each minibatch and epoch.
 
-`token_mean` weighs each update by its trained tokens, `input_mean` by all of its tokens, `update_mean` all the same;
-`epoch_sum` is the sum over the minibatches of one epoch.
+`token_mean` weighs each update by its trained tokens, `input_mean` by all of its tokens,
+`update_mean` all the same; `epoch_sum` is the sum over the minibatches of one epoch.
 """
 
 
@@ -45,11 +47,14 @@ class Metric(NamedTuple):
     """A metric of the catalogue.
 
     Attributes:
-        desired: The better direction, `high` or `low`, or the desired value itself; empty if neither is better.
+        desired: The better direction, `high` or `low`, or the desired value itself; empty if
+            neither is better.
         combine: The value of a step from those of its updates; see `MetricCombination`.
-        comparison_stats: Fields of `MetricStats` that a comparison of runs shows, separated by spaces.
+        comparison_stats: Fields of `MetricStats` that a comparison of runs shows,
+            separated by spaces.
         gauge: The line of the live view that shows the metric.
-        part_stats: Fields of `MetricStats` that a report shows for each part of the run, separated by spaces.
+        part_stats: Fields of `MetricStats` that a report shows for each part of the run,
+            separated by spaces.
     """
 
     name: str
@@ -89,7 +94,9 @@ def _iter_stage_metrics() -> Iterator[Metric]:
             curve = CurveStyle(f"{who.capitalize()} stages", name, color, dash)
             if SINGLE_KIND_STAGES.get(name) != "wall":
                 text = f"Processor time since the step before, of {of}: {docs}."
-                yield Metric(f"cpu/{who}_{name}_seconds", f"{who} CPU, {name}", "s", "low", text, curve=curve)
+                yield Metric(
+                    f"cpu/{who}_{name}_seconds", f"{who} CPU, {name}", "s", "low", text, curve=curve
+                )
             if SINGLE_KIND_STAGES.get(name) != "cpu":
                 text = f"Wall time since the step before, of the event loops of {of}: {docs}."
                 yield Metric(f"wall/{who}_{name}_seconds", f"{who} wall, {name}", "s", "", text)
@@ -100,20 +107,26 @@ _METRIC_TABLE = (
     Metric("step", "step", "", "", "Optimizer step, from 1."),
     Metric("version", "version", "", "", "Version of the weights that this step made."),
     Metric("lineage", "lineage", "", "", "The start of the run in which versions are counted."),
-    Metric("time", "time", "unix s", "", "When the row was written, after the step's weights were installed."),
+    Metric("time", "time", "unix s", "",
+           "When the row was written, after the step's weights were installed."),
     Metric("reward/mean", "reward", "", "high",
-           "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; failed ones have none.",
+           "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; "
+           "failed ones have none.",
            "first_mean last_mean max", curve=CurveStyle("Reward", "mean", "blue"), gauge="reward"),
     Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories.",
            curve=CurveStyle("Reward", "best", "green", "dot")),
-    Metric("reward/std", "reward spread", "", "", "Standard deviation of the rewards of all episodes of the step.",
+    Metric("reward/std", "reward spread", "", "",
+           "Standard deviation of the rewards of all episodes of the step.",
            curve=CurveStyle("Reward spread", "of all episodes", "violet")),
     Metric("reward/std_in_group", "reward spread in a group", "", "",
-           "Standard deviation of the rewards of a group, mean over groups: what its episodes are compared by.",
+           "Standard deviation of the rewards of a group, mean over groups: what its episodes "
+           "are compared by.",
            curve=CurveStyle("Reward spread", "within a group", "orange")),
     Metric("response_length/mean", "response length", "tokens", "",
-           "Mean number of tokens sampled in an episode, over its turns; prompts and observations do not count.",
-           comparison_stats="first_mean last_mean", curve=CurveStyle("Response length", "mean", "blue")),
+           "Mean number of tokens sampled in an episode, over its turns; prompts and "
+           "observations do not count.",
+           comparison_stats="first_mean last_mean",
+           curve=CurveStyle("Response length", "mean", "blue")),
     Metric("response_length/p95", "response length, p95", "tokens", "", "95th percentile of these.",
            curve=CurveStyle("Response length", "95th percentile", "orange")),
     Metric("response_length/max", "longest response", "tokens", "", "The most of these.",
@@ -123,76 +136,107 @@ _METRIC_TABLE = (
            curve=CurveStyle("Truncated", "share of episodes", "orange")),
     Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
     Metric("episode/rows_mean", "samples", "", "1",
-           "Mean number of samples (rows of training) of an episode; 1 where no history is rewritten."),
-    Metric("episode/ended_env_done", "done", "episodes", "high", "Episodes that the environment ended."),
-    Metric("episode/ended_turns", "out of turns", "episodes", "low", "Episodes that ended by `episode.max_turns`."),
+           "Mean number of samples (rows of training) of an episode; 1 where no "
+           "history is rewritten."),
+    Metric("episode/ended_env_done", "done", "episodes", "high",
+           "Episodes that the environment ended."),
+    Metric("episode/ended_turns", "out of turns", "episodes", "low",
+           "Episodes that ended by `episode.max_turns`."),
     Metric("episode/ended_length", "out of context", "episodes", "low",
            "Episodes that ended because the next prompt was too long."),
-    Metric("episode/ended_stop", "stopped asking", "episodes", "", "Episodes of agents that ended by themselves."),
+    Metric("episode/ended_stop", "stopped asking", "episodes", "",
+           "Episodes of agents that ended by themselves."),
     Metric("episode/ended_timeout", "timed out", "episodes", "low",
            "Episodes that ended by `episode.timeout`; rewarded turns are trained."),
-    Metric("episode/ended_error", "failed", "episodes", "low", "Episodes that failed for good; nothing of them is trained."),
+    Metric("episode/ended_error", "failed", "episodes", "low",
+           "Episodes that failed for good; nothing of them is trained."),
     Metric("loss/policy", "policy loss", "", "", "Policy loss, a trained token.",
            curve=CurveStyle("Policy loss", "policy loss", "blue")),
     Metric("loss/answers", "loss of answers", "nats", "low",
            "Of `r3async sft`: mean of -log p over the step's tokens of answers, before its update.",
            comparison_stats="first_mean last_mean", curve=CurveStyle("Answers", "trained", "blue")),
     Metric("loss/answers_held_out", "held-out loss", "nats", "low",
-           "Of `r3async sft`: the same over the rows that `data.eval` keeps from training, after the step's update.",
+           "Of `r3async sft`: the same over the rows that `data.eval` keeps from training, after "
+           "the step's update.",
            comparison_stats="last_value", curve=CurveStyle("Answers", "held out", "orange")),
-    Metric("loss/rollout_kl", "drift loss", "", "low", "Rollout-KL term of the loss, a trained token, before its coefficient."),
+    Metric("loss/rollout_kl", "drift loss", "", "low",
+           "Rollout-KL term of the loss, a trained token, before its coefficient."),
     Metric("rollout_kl/k1", "drift k1", "nats", "0",
            "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative.",
            curve=CurveStyle("Drift", "k1", "orange", is_scatter=True), part_stats="mean"),
     Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance.",
            curve=CurveStyle("Drift", "k2", "violet", "dash"), part_stats="mean"),
     Metric("rollout_kl/k3", "drift k3", "nats", "low",
-           "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.",
-           comparison_stats="last_mean max", curve=CurveStyle("Drift", "k3", "blue"), gauge="drift", part_stats="mean max"),
+           "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased "
+           "and never negative.",
+           comparison_stats="last_mean max", curve=CurveStyle("Drift", "k3", "blue"), gauge="drift",
+           part_stats="mean max"),
     Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",
-           "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean over all of them."),
+           "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean "
+           "over all of them."),
     Metric("rollout_kl/served_k3", "served drift", "nats", "low",
-           "The same with the routers' own choice, as engines serve the weights: measured on a sample, in some steps.",
-           comparison_stats="last_mean max", curve=CurveStyle("Drift", "served", "green"), part_stats="mean max"),
+           "The same with the routers' own choice, as engines serve the weights: measured on a "
+           "sample, in some steps.",
+           comparison_stats="last_mean max", curve=CurveStyle("Drift", "served", "green"),
+           part_stats="mean max"),
     Metric("rollout_kl/served_k3_low", "served drift, at least", "nats", "low",
-           "Lower end of the interval in which served drift of all trained tokens is, from two probed episodes on."),
+           "Lower end of the interval in which served drift of all trained tokens is, from two "
+           "probed episodes on."),
     Metric("rollout_kl/served_k3_high", "served drift, at most", "nats", "low", "Its upper end."),
     Metric("rollout_kl/served_k3_estimate", "served drift, estimated", "nats", "low",
            "What the trust region takes for served drift in a step that does not measure it."),
     Metric("rollout_kl/served_k3_predicted", "drift ahead", "nats", "low",
-           "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made.",
+           "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the "
+           "weights that the step made.",
            combine="max"),
-    Metric("rollout_kl/served_tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on."),
+    Metric("rollout_kl/served_tokens", "probed tokens", "tokens", "",
+           "Tokens that served drift was measured on."),
     Metric("rollout_kl/k3_staleness_0", "drift at staleness 0", "nats", "low",
-           "Drift k3 over the trained tokens of that staleness; so `rollout_kl/k3_staleness_1`, and on; the last, 7, is of all "
-           "older ones."),
+           "Drift k3 over the trained tokens of that staleness; so `rollout_kl/k3_staleness_1`, "
+           "and on; the last, 7, is of all older ones."),
     Metric("rollout_kl/k3_turn_0", "drift in turn 0", "nats", "low",
-           "Drift k3 over the trained tokens of an episode's first turn; so `_1`, and on; the last, 15, is of all later ones."),
+           "Drift k3 over the trained tokens of an episode's first turn; so `_1`, and on; the "
+           "last, 15, is of all later ones."),
     Metric("rollout_kl/k3_position_0", "drift at position 0", "nats", "low",
-           "Drift k3 at positions 0 to 63 of samples, `_1` at 64 to 127, and on. `rollout_kl/served_k3_staleness_0`, ... are of "
-           "served drift."),
-    Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
-    Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
-    Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
-    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", part_stats="mean",
+           "Drift k3 at positions 0 to 63 of samples, `_1` at 64 to 127, and on. "
+           "`rollout_kl/served_k3_staleness_0`, ... are of served drift."),
+    Metric("loss/reference_kl", "reference loss", "", "low",
+           "KL to the frozen reference model, weighted: a term of the loss."),
+    Metric("loss/entropy", "entropy bonus", "", "",
+           "Entropy, weighted and negative: a term of the loss."),
+    Metric("loss/router_aux", "router loss", "", "low",
+           "Load balance of the routers, weighted: a term of the loss."),
+    Metric("rollout_kl/coef", "drift coefficient", "", "",
+           "Coefficient of the rollout-KL term in this step.", part_stats="mean",
            combine="last"),
-    Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
+    Metric("reference_kl/k3", "distance to reference", "nats", "low",
+           "KL(learner‖reference), k3, mean over trained tokens."),
     Metric("distillation/reverse_kl", "distance to teacher", "nats", "low",
-           "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; may be negative.",
-           comparison_stats="first_mean last_mean", curve=CurveStyle("Teacher", "reverse KL", "blue")),
-    Metric("rollout_corr/chi2_token", "chi² by token", "", "low", "Mean squared ratio of tokens, less 1."),
-    Metric("rollout_corr/chi2_seq", "chi² by episode", "", "low", "Mean squared ratio of whole episodes, less 1."),
-    Metric("rollout_corr/training_ppl", "learner perplexity", "", "", "Mean over episodes of e^-(mean log-prob)."),
-    Metric("rollout_corr/rollout_ppl", "rollout perplexity", "", "", "The same under the rollout policy."),
-    Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1", "Learner over rollout, mean over episodes."),
-    Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss.",
+           "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; "
+           "may be negative.",
+           comparison_stats="first_mean last_mean",
+           curve=CurveStyle("Teacher", "reverse KL", "blue")),
+    Metric("rollout_corr/chi2_token", "chi² by token", "", "low",
+           "Mean squared ratio of tokens, less 1."),
+    Metric("rollout_corr/chi2_seq", "chi² by episode", "", "low",
+           "Mean squared ratio of whole episodes, less 1."),
+    Metric("rollout_corr/training_ppl", "learner perplexity", "", "",
+           "Mean over episodes of e^-(mean log-prob)."),
+    Metric("rollout_corr/rollout_ppl", "rollout perplexity", "", "",
+           "The same under the rollout policy."),
+    Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1",
+           "Learner over rollout, mean over episodes."),
+    Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low",
+           "Trained tokens held by a bound of the policy loss.",
            part_stats="mean"),
     Metric("rollout_corr/clipped_high_fraction", "clipped above", "fraction", "low",
            "Of trained tokens, those held by a bound from above: the ratio was to grow no more.",
            curve=CurveStyle("Clipped", "from above", "orange")),
     Metric("rollout_corr/clipped_low_fraction", "clipped below", "fraction", "low",
-           "Of trained tokens, those held by a bound from below.", curve=CurveStyle("Clipped", "from below", "blue")),
-    Metric("rollout_corr/masked_fraction", "masked", "fraction", "low", "Trained tokens that a correction left out."),
+           "Of trained tokens, those held by a bound from below.",
+           curve=CurveStyle("Clipped", "from below", "blue")),
+    Metric("rollout_corr/masked_fraction", "masked", "fraction", "low",
+           "Trained tokens that a correction left out."),
     Metric("rollout_corr/masked_sequence_fraction", "masked episodes", "fraction", "low",
            "Episodes of which a correction left out every token."),
     Metric("advantage/mean", "mean advantage", "", "", "Over trained tokens."),
@@ -201,65 +245,89 @@ _METRIC_TABLE = (
     Metric("advantage/zero_variance_groups", "groups with zero variance", "groups", "low",
            "All of their scores are equal without penalties."),
     Metric("advantage/zero_variance_share", "share with zero variance", "fraction", "low",
-           "Share of the step's groups in which all scores are equal without penalties.", gauge="zero variance"),
+           "Share of the step's groups in which all scores are equal without penalties.",
+           gauge="zero variance"),
     Metric("advantage/overlong_samples", "overlong", "episodes", "low",
            "Ended because an answer or the context was too long."),
-    Metric("advantage/overlong_penalty", "overlong penalty", "", "", "Mean penalty of long answers."),
-    Metric("advantage/filtered_tokens", "filtered", "tokens", "", "Tokens that a filter kept from training."),
+    Metric("advantage/overlong_penalty", "overlong penalty", "", "",
+           "Mean penalty of long answers."),
+    Metric("advantage/filtered_tokens", "filtered", "tokens", "",
+           "Tokens that a filter kept from training."),
     Metric("rollout_logprob/abs_diff_mean", "log-prob difference", "nats", "low",
-           "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; staleness adds to it."),
+           "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; "
+           "staleness adds to it."),
     Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
            "The same of the trained token where it is largest.", combine="max"),
-    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", part_stats="max",
+    Metric("ratio/max", "largest ratio", "", "low",
+           "Largest π_learner/μ_rollout of a trained token.", part_stats="max",
            combine="max"),
-    Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same.",
+    Metric("ratio/ess", "effective samples", "fraction", "high",
+           "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same.",
            part_stats="mean"),
-    Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens.",
+    Metric("entropy/mean", "entropy", "nats", "",
+           "Mean entropy of the learner's distribution at trained tokens.",
            curve=CurveStyle("Entropy", "entropy", "blue")),
     Metric("staleness/mean", "mean staleness", "versions", "low",
            "Mean staleness of trained tokens: version of the step less their own.",
-           comparison_stats="mean", curve=CurveStyle("Staleness", "mean", "blue"), gauge="staleness", part_stats="mean"),
-    Metric("staleness/max", "oldest token", "versions", "low", "Staleness of the oldest trained token; never over the bound.",
+           comparison_stats="mean", curve=CurveStyle("Staleness", "mean", "blue"),
+           gauge="staleness", part_stats="mean"),
+    Metric("staleness/max", "oldest token", "versions", "low",
+           "Staleness of the oldest trained token; never over the bound.",
            comparison_stats="max", curve=CurveStyle("Staleness", "oldest token", "orange")),
-    Metric("staleness/bound", "staleness allowed", "versions", "", "What the schedule promises: no trained token is older."),
+    Metric("staleness/bound", "staleness allowed", "versions", "",
+           "What the schedule promises: no trained token is older."),
     Metric("staleness/masked_fraction", "too old", "fraction", "low",
            "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."),
-    Metric("staleness/queue_seconds_mean", "queued", "s", "low", "Mean time from an episode's end to the step that trains it."),
-    Metric("staleness/queue_seconds_max", "longest queued", "s", "low", "Longest time from an episode's end to its step."),
+    Metric("staleness/queue_seconds_mean", "queued", "s", "low",
+           "Mean time from an episode's end to the step that trains it."),
+    Metric("staleness/queue_seconds_max", "longest queued", "s", "low",
+           "Longest time from an episode's end to its step."),
     Metric("staleness/tokens_0", "tokens at staleness 0", "tokens", "",
            "Trained tokens of that staleness; so `staleness/tokens_1`, and on to the oldest."),
     Metric("routing/recorded_fraction", "routes recorded", "fraction", "high",
            "Share of trained tokens' inputs with recorded routes.",
            comparison_stats="mean", curve=CurveStyle("Routing", "recorded", "green")),
     Metric("routing/recorded_fraction_fed", "routes recorded, all inputs", "fraction", "high",
-           "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it.",
+           "Of all tokens fed forward, prompts too. A sample's last token has no route: "
+           "no engine fed it.",
            combine="input_mean"),
     Metric("routing/agreement", "routing agreement", "fraction", "high",
-           "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
-           comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"), gauge="routing agreement",
+           "Share of (recorded token, MoE layer) for which the learner would choose the "
+           "recorded set of experts.",
+           comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"),
+           gauge="routing agreement",
            part_stats="mean"),
     Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
            "Routing agreement of the MoE layer where it is lowest.", combine="min"),
     Metric("routing/load_imbalance", "load imbalance", "", "1",
-           "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even.", combine="max"),
+           "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even.",
+           combine="max"),
     Metric("batch/groups", "groups", "groups", "",
-           "Groups that the step consumed; with `schedule.replaced_groups`, those with zero variance too."),
+           "Groups that the step consumed; with `schedule.replaced_groups`, those with "
+           "zero variance too."),
     Metric("batch/quarantined", "quarantined", "trajectories", "0",
            "Trajectories that the step refused, and replaced: they could not be trained."),
-    Metric("batch/tokens", "tokens", "tokens", "", "Tokens of the batch, prompts and observations included.",
+    Metric("batch/tokens", "tokens", "tokens", "",
+           "Tokens of the batch, prompts and observations included.",
            combine="epoch_sum"),
-    Metric("batch/trained_tokens", "trained tokens", "tokens", "", "Tokens that the policy sampled and that entered the loss.",
+    Metric("batch/trained_tokens", "trained tokens", "tokens", "",
+           "Tokens that the policy sampled and that entered the loss.",
            combine="epoch_sum"),
-    Metric("batch/micro_batches", "micro-batches", "", "low", "Forward and backward passes of the step.",
+    Metric("batch/micro_batches", "micro-batches", "", "low",
+           "Forward and backward passes of the step.",
            combine="epoch_sum"),
     Metric("batch/split_episodes", "split episodes", "episodes", "low",
-           "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass.",
+           "In several micro-batches, with a loss that takes whole episodes: then the step has one "
+           "more forward pass.",
            combine="epoch_sum"),
     Metric("batch/shared_tokens", "shared tokens", "tokens", "",
-           "Of the batch's tokens, those for which a row of another sample was fed forward: `learner.share_prefixes`.",
+           "Of the batch's tokens, those for which a row of another sample was fed forward: "
+           "`learner.share_prefixes`.",
            combine="epoch_sum"),
-    Metric("batch/fill", "fill", "fraction", "high", "Tokens fed forward over the token budget of the micro-batches."),
-    Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite.",
+    Metric("batch/fill", "fill", "fraction", "high",
+           "Tokens fed forward over the token budget of the micro-batches."),
+    Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0",
+           "Left out for a log-prob that is not finite.",
            combine="epoch_sum"),
     Metric(
         "grad_norm",
@@ -272,45 +340,62 @@ _METRIC_TABLE = (
     Metric("lr", "learning rate", "", "", "Learning rate of the step.", combine="last"),
     Metric("optimizer/step_share", "share of the step", "fraction", "high",
            "Share of an update that was made, mean over the step's updates: less than 1 where "
-           "`algorithm.rollout_kl.limit` shortened one, 0 where none was made.", combine="update_mean"),
+           "`algorithm.rollout_kl.limit` shortened one, 0 where none was made.",
+           combine="update_mean"),
     Metric("optimizer/beyond_limit", "beyond the limit", "updates", "0",
-           "Updates that lead to more served drift than `algorithm.rollout_kl.limit`, although they were shortened as far as "
-           "that does (to 1/32 of a step) or lower the drift: they were made all the same.", combine="sum"),
-    Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
-           part_stats="max", combine="max"),
-    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch.",
+           "Updates that lead to more served drift than `algorithm.rollout_kl.limit`, although "
+           "they were shortened as far as that does (to 1/32 of a step) or lower the drift: they "
+           "were made all the same.",
            combine="sum"),
-    Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason.", combine="max"),
+    Metric("optimizer/broken", "broken", "", "0",
+           "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
+           part_stats="max", combine="max"),
+    Metric("optimizer/updates", "updates", "", "high",
+           "Optimizer updates of the step: at most one a minibatch and epoch.",
+           combine="sum"),
+    Metric("optimizer/skipped", "skipped", "", "0",
+           "1 if an update was left out, for whatever reason.", combine="max"),
     Metric("optimizer/zero_variance", "zero variance", "", "0",
-           "1 if no trained token of the step had an advantage: weights and moments stay.", combine="min"),
-    Metric("timing/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch.",
+           "1 if no trained token of the step had an advantage: weights and moments stay.",
+           combine="min"),
+    Metric("timing/wait_seconds", "learner waited", "s", "low",
+           "Time the learner waited for a full batch.",
            curve=CurveStyle("Learner time", "waiting for data", "orange"), gauge="learner"),
     Metric("learner/idle_share", "learner idle", "fraction", "low",
            "Share of the last 16 steps' time in which the learner waited for groups.",
            curve=CurveStyle("Idle", "learner, for want of groups", "blue")),
     Metric("generator/idle_share", "generators idle", "fraction", "low",
-           "Share of the generators' places for episodes that were empty because every slot was taken, last 16 steps.",
+           "Share of the generators' places for episodes that were empty because every slot was "
+           "taken, last 16 steps.",
            curve=CurveStyle("Idle", "generators, for want of a slot", "orange")),
     Metric("generator/engine_idle_share", "engines idle", "fraction", "low",
            "Share of the step's time in which an engine had no request at all."),
     Metric("pace/ratio", "pace", "", "1",
-           "Capacity of generation over capacity of training: below 1 generation is the slower side."),
+           "Capacity of generation over capacity of training: below 1 generation is "
+           "the slower side."),
     Metric("timing/step_seconds", "step time", "s", "low",
-           "Time from the end of the step before to the end of this one: the sum of the wait, the training, the snapshot and "
-           "what is between steps.", curve=CurveStyle("Learner time", "whole step", "green")),
-    Metric("timing/train_seconds", "training", "s", "low", "Time of forward, backward and optimizer.",
+           "Time from the end of the step before to the end of this one: the sum of the wait, the "
+           "training, the snapshot and what is between "
+           "steps.", curve=CurveStyle("Learner time", "whole step", "green")),
+    Metric("timing/train_seconds", "training", "s", "low",
+           "Time of forward, backward and optimizer.",
            curve=CurveStyle("Learner time", "training", "blue")),
     Metric("timing/between_seconds", "between steps", "s", "low",
-           "From the end of the step before until the learner waits for this one's groups. With the wait, the step and the "
-           "snapshot it is all of the learner's time.", curve=CurveStyle("Learner time", "between steps", "violet", "dot")),
-    *(Metric(f"cpu/{who}_seconds", f"{who} CPU", "s", "low", f"Processor time since the step before, of {of}.",
+           "From the end of the step before until the learner waits for this one's groups. With "
+           "the wait, the step and the snapshot it is all of the learner's time.",
+           curve=CurveStyle("Learner time", "between steps", "violet", "dot")),
+    *(Metric(f"cpu/{who}_seconds", f"{who} CPU", "s", "low",
+             f"Processor time since the step before, of {of}.",
              curve=CurveStyle("Processor time", who, color))
-      for who, of, color in (("conductor", "the conductor's process", "violet"), ("engine", "the engines' processes", "green"),
+      for who, of,
+      color in (("conductor", "the conductor's process", "violet"),
+                ("engine", "the engines' processes", "green"),
                              ("generator", "the generators' processes, without engines", "orange"),
                              ("learner", "the learner's process, without further ranks", "blue"))),
     *_iter_stage_metrics(),
     Metric("wall/engine_steps_seconds", "engine wall, steps", "s", "",
-           "Wall time since the step before in which the engines had requests, and no new weights."),
+           "Wall time since the step before in which the engines had requests, "
+           "and no new weights."),
     Metric("wall/engine_install_seconds", "engine wall, install", "s", "low",
            "Wall time since the step before in which the engines were paused for new weights."),
     Metric("wall/engine_idle_seconds", "engine wall, idle", "s", "low",
@@ -321,56 +406,87 @@ _METRIC_TABLE = (
            "Processor time of the learner's process over the tokens trained."),
     Metric("throughput/generated_tokens_per_second", "generated", "tokens/s", "high",
            "Tokens sampled by all engines, over wall time.",
-           comparison_stats="mean", curve=CurveStyle("Throughput", "generated", "green"), gauge="generated"),
+           comparison_stats="mean", curve=CurveStyle("Throughput", "generated", "green"),
+           gauge="generated"),
     Metric("throughput/trained_tokens_per_second", "trained", "tokens/s", "high",
            "Trained tokens over the wall time of the step.",
-           comparison_stats="mean", curve=CurveStyle("Throughput", "trained", "blue"), gauge="trained"),
-    Metric("throughput/generated_tokens_per_second_per_device", "generated a device", "tokens/s", "high",
+           comparison_stats="mean", curve=CurveStyle("Throughput", "trained", "blue"),
+           gauge="trained"),
+    Metric("throughput/generated_tokens_per_second_per_device", "generated a device", "tokens/s",
+           "high",
            "The same for each device that engines use: a GPU, or on CPU a worker of an engine."),
-    Metric("throughput/trained_tokens_per_second_per_device", "trained a device", "tokens/s", "high",
+    Metric("throughput/trained_tokens_per_second_per_device", "trained a device", "tokens/s",
+           "high",
            "The same for each rank of the learner."),
     Metric("timing/snapshot_seconds", "snapshot", "s", "low",
-           "Time that training paused to copy the step's weights, and for those before to be written."),
-    Metric("timing/weight_write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
-    Metric("timing/weight_update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.",
-           comparison_stats="mean", curve=CurveStyle("Weight updates", "delivery", "blue"), gauge="weights"),
+           "Time that training paused to copy the step's weights, and for those "
+           "before to be written."),
+    Metric("timing/weight_write_seconds", "write", "s", "low",
+           "Time to write the step's weights, beside the next step."),
+    Metric("timing/weight_update_seconds", "weight update", "s", "low",
+           "Time to deliver the step's weights to all engines.",
+           comparison_stats="mean", curve=CurveStyle("Weight updates", "delivery", "blue"),
+           gauge="weights"),
     Metric("timing/weight_transfer_seconds", "transfer", "s", "low",
            "Longest time for a generator to get and check the weights."),
     Metric("weights/bytes", "weights", "bytes", "", "Size of a version as engines get it."),
-    Metric("timing/weight_load_seconds", "load", "s", "low", "Longest time for an engine to load them."),
+    Metric("timing/weight_load_seconds", "load", "s", "low",
+           "Longest time for an engine to load them."),
     Metric("weights/paused_share", "paused", "fraction", "low",
            "Share of the generators' time so far in which new weights kept them from generating."),
-    Metric("timing/engine_pause_seconds", "engine pause", "s", "low", "Longest pause of an engine for that delivery.",
+    Metric("timing/engine_pause_seconds", "engine pause", "s", "low",
+           "Longest pause of an engine for that delivery.",
            comparison_stats="mean", curve=CurveStyle("Weight updates", "engine pause", "orange")),
-    Metric("transport/received", "received", "trajectories", "", "Trajectories that were accepted since the learner started.",
+    Metric("transport/received", "received", "trajectories", "",
+           "Trajectories that were accepted since the learner started.",
            gauge="arrived"),
-    Metric("transport/duplicates", "duplicates", "trajectories", "low", "Arrived again, and were not used again."),
-    Metric("transport/rejected", "rejected", "trajectories", "0", "Messages refused because they did not validate."),
-    Metric("transport/damaged", "damaged", "trajectories", "0", "Deliveries that changed on their way, and were sent again."),
+    Metric("transport/duplicates", "duplicates", "trajectories", "low",
+           "Arrived again, and were not used again."),
+    Metric("transport/rejected", "rejected", "trajectories", "0",
+           "Messages refused because they did not validate."),
+    Metric("transport/damaged", "damaged", "trajectories", "0",
+           "Deliveries that changed on their way, and were sent again."),
     Metric("transport/strangers", "strangers", "connections", "0",
-           "Connections to the learner's port that were not let in: they showed no key of this run."),
+           "Connections to the learner's port that were not let in: they showed no "
+           "key of this run."),
     Metric("weights/strangers", "strangers at weights", "connections", "0",
            "The same at the port where the learner gives weights (`tcp`)."),
     Metric("buffer/ready_groups", "ready groups", "groups", "",
-           "Complete groups that wait for the next step; none: the learner waits for generators.", gauge="buffer"),
+           "Complete groups that wait for the next step; none: the learner waits for generators.",
+           gauge="buffer"),
     Metric("slots/taken", "slots taken", "groups", "",
-           "Groups leased, and not yet in published weights; all slots taken: generators wait for the learner.", gauge="slots"),
-    Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may run at once now."),
-    *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
-      for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))
-      for name, what in (("p50", "median of"), ("p99", "99th percentile of"), ("max", "largest of"))),
+           "Groups leased, and not yet in published weights; all slots taken: generators wait "
+           "for the learner.", gauge="slots"),
+    Metric("generator/concurrency", "concurrency", "episodes", "",
+           "Episodes that all generators may run at once now."),
+    *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low",
+             f"How late the event loop of {of} is, {what} a minute.")
+      for who,
+      of in (("conductor", "the conductor"), ("learner", "the learner"),
+             ("generator", "the slowest generator"))
+      for name,
+      what in (("p50", "median of"), ("p99", "99th percentile of"), ("max", "largest of"))),
     *(Metric(f"lag/{who}_own_{name}_ms", f"{who} own lag, {name}", "ms", "low",
-             f"How much of that {of}'s thread was computing, at most, {what} a minute; the rest it waited for a core.")
-      for who, of in (("conductor", "the loop"), ("learner", "the loop"), ("generator", "the slowest generator's loop"))
+             f"How much of that {of}'s thread was computing, at most, {what} a minute; the rest it "
+             "waited for a core.")
+      for who,
+      of in (("conductor", "the loop"), ("learner", "the loop"),
+             ("generator", "the slowest generator's loop"))
       for name, what in (("p99", "99th percentile of"), ("max", "largest of"))),
-    Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not used again: all their episodes failed."),
-    Metric("data/easy_tasks", "easy tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.easy` or more."),
-    Metric("data/hard_tasks", "hard tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.hard` or less."),
+    Metric("data/quarantined_tasks", "tasks quarantined", "", "0",
+           "Tasks that are not used again: all their episodes failed."),
+    Metric("data/easy_tasks", "easy tasks", "", "",
+           "Tasks of which the last groups scored `schedule.difficulty.easy` or more."),
+    Metric("data/hard_tasks", "hard tasks", "", "",
+           "Tasks of which the last groups scored `schedule.difficulty.hard` or less."),
     Metric("data/replaced_tasks", "tasks replaced", "", "",
            "Groups so far that got another task than the next in order, by `schedule.difficulty`."),
-    Metric("data/epochs", "epochs", "", "", "How often all tasks were leased, where the environment says how many it has."),
-    Metric("learner/rank_restarts", "restarts of ranks", "", "0", "Restarts of the learner's ranks since the run last started."),
-    Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started.",
+    Metric("data/epochs", "epochs", "", "",
+           "How often all tasks were leased, where the environment says how many it has."),
+    Metric("learner/rank_restarts", "restarts of ranks", "", "0",
+           "Restarts of the learner's ranks since the run last started."),
+    Metric("generator/restarts", "restarts", "", "0",
+           "Generator processes that were restarted since the run last started.",
            gauge="generators"),
 )
 # fmt: on
@@ -404,7 +520,8 @@ RENAMED_METRICS = {
     r"weights/snapshot_seconds": r"timing/snapshot_seconds",
     r"weights/(update|write|transfer|load)_seconds": r"timing/weight_\1_seconds",
 }
-"""Patterns of names that metrics no longer have, and the name that is written in its place. The first match counts."""
+"""Patterns of names that metrics no longer have, and the name that is written in its place. The
+first match counts."""
 
 
 def find_new_name(name: str) -> str:
@@ -414,13 +531,19 @@ def find_new_name(name: str) -> str:
 
 
 def find_metric(name: str) -> Metric:
-    """Return the catalogue entry of a metric. An unknown metric, of another release, is labeled by its name."""
+    """Return the catalogue entry of a metric. An unknown metric, of another release, is
+    labeled by its name."""
     staleness = re.fullmatch(r"staleness/tokens_(\d+)", name)
     if staleness:
-        return METRICS["staleness/tokens_0"]._replace(name=name, label=f"tokens at staleness {staleness[1]}")
+        return METRICS["staleness/tokens_0"]._replace(
+            name=name, label=f"tokens at staleness {staleness[1]}"
+        )
     drift = re.fullmatch(r"rollout_kl/(served_)?k3_(staleness|turn|position)_(\d+)", name)
     if drift:
-        label = f"{'served ' if drift[1] else ''}drift {'in' if drift[2] == 'turn' else 'at'} {drift[2]} {drift[3]}"
+        label = (
+            f"{'served ' if drift[1] else ''}drift {'in' if drift[2] == 'turn' else 'at'} "
+            f"{drift[2]} {drift[3]}"
+        )
         return METRICS[f"rollout_kl/k3_{drift[2]}_0"]._replace(name=name, label=label)
     if name in METRICS:
         return METRICS[name]
@@ -433,23 +556,39 @@ def find_metric(name: str) -> Metric:
     return Metric(name, name, "", "", name)
 
 
-def _make_reported_metric(name: str, reward: str | None, figure: str | None, statistic: str) -> Metric:
-    """Build the entry of a statistic of what an environment reported: a reward, or a figure of its own."""
+def _make_reported_metric(
+    name: str, reward: str | None, figure: str | None, statistic: str
+) -> Metric:
+    """Build the entry of a statistic of what an environment reported: a reward, or a
+    figure of its own."""
     of = "Standard deviation" if statistic == "std" else "Mean"
-    what = f"reward {reward!r}, before its weight" if reward else f"{figure!r}, which the environment reported"
-    return Metric(name, f"{reward or figure} {statistic}", "", "", f"{of} of {what}, over the episodes that have it.")
+    what = (
+        f"reward {reward!r}, before its weight"
+        if reward
+        else f"{figure!r}, which the environment reported"
+    )
+    return Metric(
+        name,
+        f"{reward or figure} {statistic}",
+        "",
+        "",
+        f"{of} of {what}, over the episodes that have it.",
+    )
 
 
 def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
     """Build the entry of `env/LABEL/FIGURE`, which a run with several environments has."""
     others = {known.replace("/", "_", 1): known for known in METRICS}
-    if reported := re.fullmatch(r"(?:rewards/(.+)|(.+))/(mean|std)", figure):
+    reported = re.fullmatch(r"(?:rewards/(.+)|(.+))/(mean|std)", figure)
+    if reported:
         known = _make_reported_metric(figure, *reported.groups())
     else:
         known = find_metric("data/epochs" if figure == "epochs" else others.get(figure, figure))
     docs = "Episodes of the step." if figure == "episodes" else known.description
     shown = figure if known.label == known.name else known.label
-    return Metric(name, f"{label}: {shown}", known.unit, known.desired, f"Of the environment {label}: {docs}")
+    return Metric(
+        name, f"{label}: {shown}", known.unit, known.desired, f"Of the environment {label}: {docs}"
+    )
 
 
 def select_main_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -469,14 +608,18 @@ def _is_reported(name: str) -> bool:
 
 
 def sort_metrics(names: Iterable[str]) -> list[Metric]:
-    """Return the metrics that are drawn: first in the table's order, then the others by name, each with its group."""
+    """Return the metrics that are drawn: first in the table's order, then the others by name,
+    each with its group."""
     order = {name: index for index, name in enumerate(METRICS)}
-    drawn = sorted({*names} - {*ROW_ID_COLUMNS}, key=lambda name: (order.get(name, len(order)), name))
+    drawn = sorted(
+        {*names} - {*ROW_ID_COLUMNS}, key=lambda name: (order.get(name, len(order)), name)
+    )
     groups = list(dict.fromkeys(find_metric(name).group for name in drawn))
     return sorted(map(find_metric, drawn), key=lambda found: groups.index(found.group))
 
 
-FIRST_STEPS, LAST_STEPS = 3, 10
+FIRST_STEPS = 3
+LAST_STEPS = 10
 """Maximum number of steps that are averaged for the beginning and for the end of a run."""
 
 
@@ -490,7 +633,8 @@ def compute_end_windows(steps: int) -> tuple[int, int]:
 
 
 class MetricStats(msgspec.Struct, frozen=True):
-    """Statistics of one metric over the steps of a run, or of a part of it; None where no step has the metric."""
+    """Statistics of one metric over the steps of a run, or of a part of it; None where no
+    step has the metric."""
 
     count: int = 0
     """Number of steps that have the metric."""
@@ -506,7 +650,8 @@ class MetricStats(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_rows(cls, rows: Sequence[dict[str, Any]], name: str) -> MetricStats:
-        """Compute the statistics of metric `name`. Values that are not finite numbers are left out."""
+        """Compute the statistics of metric `name`. Values that are not finite
+        numbers are left out."""
         values = [float(row[name]) for row in rows if finite_or_none(row.get(name)) is not None]
         if not values:
             return cls()
@@ -524,7 +669,8 @@ class MetricStats(msgspec.Struct, frozen=True):
 
 
 def format_stat_label(metric: Metric, stat: str) -> str:
-    """Return the label of a field of `MetricStats`: `reward, best step`; a mean is labeled as the metric itself."""
+    """Return the label of a field of `MetricStats`: `reward, best step`; a mean is labeled as
+    the metric itself."""
     if stat == "mean":
         return metric.label
     extreme = "best step" if (stat == "max") == (metric.desired == "high") else "worst step"

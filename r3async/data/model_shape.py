@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class ModelShapeError(ValueError):
-    """Error for a `config.json` that lacks required numbers, or a parallel layout that does not fit them."""
+    """Error for a `config.json` that lacks required numbers, or a parallel layout that
+    does not fit them."""
 
 
 class RoutingShape(msgspec.Struct, frozen=True):
@@ -31,7 +32,10 @@ class RoutingShape(msgspec.Struct, frozen=True):
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-MAX_LAYERS, MAX_VOCABULARY, MAX_SIZE, MAX_EXPERTS = 512, 2**24, 2**20, 2**16
+MAX_LAYERS = 512
+MAX_VOCABULARY = 2**24
+MAX_SIZE = 2**20
+MAX_EXPERTS = 2**16
 MAX_EXPERTS_OF_ALL_LAYERS = 2**17
 MAX_POSITIONS = 2**31 - 1
 """Largest positions: tokens of a sample are counted in int32."""
@@ -43,12 +47,24 @@ SIZE_BOUNDS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         (
             *("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"),
-            *("num_attention_heads", "num_key_value_heads", "kv_lora_rank", "q_lora_rank", "v_head_dim"),
+            *(
+                "num_attention_heads",
+                "num_key_value_heads",
+                "kv_lora_rank",
+                "q_lora_rank",
+                "v_head_dim",
+            ),
         ),
         (1, MAX_SIZE),
     ),
     **dict.fromkeys(
-        ("qk_nope_head_dim", "qk_rope_head_dim", "shared_expert_intermediate_size", "n_shared_experts"), (0, MAX_SIZE)
+        (
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "shared_expert_intermediate_size",
+            "n_shared_experts",
+        ),
+        (0, MAX_SIZE),
     ),
     **dict.fromkeys(EXPERT_COUNT_KEYS, (0, MAX_EXPERTS)),
     **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, MAX_EXPERTS)),
@@ -56,8 +72,8 @@ SIZE_BOUNDS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), (0, MAX_LAYERS)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), (-1, MAX_VOCABULARY)),
 }
-"""Smallest and largest value of each size in a `config.json`. They are far beyond every published model, so that a
-slip is named and nothing is counted for minutes."""
+"""Smallest and largest value of each size in a `config.json`. They are far beyond every published
+model, so that a slip is named and nothing is counted for minutes."""
 NULLABLE_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window", "layer_types")
 """Sizes for which null means something: as many as heads, `hidden_size` / heads, none."""
 NUMBER_KEYS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
@@ -69,40 +85,51 @@ FLAG_KEYS = (
 
 
 def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) -> None:
-    """Raise `ModelShapeError` if a `config.json` lacks a size: transformers would silently take its own default."""
+    """Raise `ModelShapeError` if a `config.json` lacks a size: transformers would silently take
+    its own default."""
     missing = [
         key
         for key in architecture.size_keys
         if config.get(key) is None and not (key in NULLABLE_SIZES and key in config)
     ]
-    if architecture.moe_module and all(config.get(key) is None for key in architecture.expert_count_keys):
+    if architecture.moe_module and all(
+        config.get(key) is None for key in architecture.expert_count_keys
+    ):
         missing.append("' or '".join(architecture.expert_count_keys))
     if missing:
         raise ModelShapeError(
-            f"config.json has no '{missing[0]}', for which transformers would take a value of its own: add the one that the "
-            "weights have"
+            f"config.json has no '{missing[0]}', for which transformers would take a value of its "
+            "own: add the one that the weights have"
         )
 
 
 def check_size_values(config: Mapping[str, Any]) -> None:
-    """Raise `ModelShapeError` for a size in a `config.json` that no model can have: of another type, or out of
-    `SIZE_BOUNDS`. Keys that are missing or null are not judged."""
+    """Raise `ModelShapeError` for a size in a `config.json` that no model can have: of another
+    type, or out of `SIZE_BOUNDS`. Keys that are missing or null are not judged."""
     for key, (least, most) in SIZE_BOUNDS.items():
         value = config.get(key)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is no whole number")
+            raise ModelShapeError(
+                f"config.json has `{key}` = {value!r:.80}, which is no whole number"
+            )
         if not least <= value <= most:
-            raise ModelShapeError(f"config.json has `{key}` = {value!r:.24}, which must be {least} to {most}")
+            raise ModelShapeError(
+                f"config.json has `{key}` = {value!r:.24}, which must be {least} to {most}"
+            )
     for key in NUMBER_KEYS:
         value = config.get(key)
         if value is not None and not (_is_number(value) and 0 < value < math.inf):
-            raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is no positive number")
+            raise ModelShapeError(
+                f"config.json has `{key}` = {value!r:.80}, which is no positive number"
+            )
     for key in FLAG_KEYS:
         value = config.get(key)
         if value is not None and not isinstance(value, bool):
-            raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is neither true nor false")
+            raise ModelShapeError(
+                f"config.json has `{key}` = {value!r:.80}, which is neither true nor false"
+            )
 
 
 def _is_number(value: object) -> bool:
@@ -111,71 +138,86 @@ def _is_number(value: object) -> bool:
 
 def _check_layer_lists(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers") or 0
-    dense, kinds = config.get("mlp_only_layers"), config.get("layer_types")
+    dense = config.get("mlp_only_layers")
+    kinds = config.get("layer_types")
     if dense is not None and not (
-        isinstance(dense, list) and all(type(index) is int and 0 <= index < max(layers, 1) for index in dense)
+        isinstance(dense, list)
+        and all(type(index) is int and 0 <= index < max(layers, 1) for index in dense)
     ):
         raise ModelShapeError(
-            f"config.json has `mlp_only_layers` = {dense!r:.80}, which is no list of layers from 0 to {layers - 1}"
+            f"config.json has `mlp_only_layers` = {dense!r:.80}, which is no list of layers from 0 "
+            f"to {layers - 1}"
         )
     if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == layers and all(isinstance(kind, str) for kind in kinds)
+        isinstance(kinds, list)
+        and len(kinds) == layers
+        and all(isinstance(kind, str) for kind in kinds)
     ):
         raise ModelShapeError(
-            f"config.json has `layer_types` = {kinds!r:.80}, which does not name the kind of each of {layers} layers"
+            f"config.json has `layer_types` = {kinds!r:.80}, which does not name the kind of each "
+            f"of {layers} layers"
         )
     frequency = config.get("moe_layer_freq")
     if frequency is None or (type(frequency) is int and 1 <= frequency <= MAX_LAYERS):
         return
-    if not isinstance(frequency, list) or len(frequency) != layers or not set(map(repr, frequency)) <= {"0", "1"}:
+    if (
+        not isinstance(frequency, list)
+        or len(frequency) != layers
+        or not set(map(repr, frequency)) <= {"0", "1"}
+    ):
         raise ModelShapeError(
-            f"config.json has `moe_layer_freq` = {frequency!r:.80}, which is neither a number from 1 nor a list with 0 or 1 "
-            f"for each of {layers} layers"
+            f"config.json has `moe_layer_freq` = {frequency!r:.80}, which is neither a number from "
+            f"1 nor a list with 0 or 1 for each of {layers} layers"
         )
 
 
 def _check_size_relations(config: Mapping[str, Any]) -> None:
     """Raise `ModelShapeError` for sizes of a `config.json` that are at odds with each other."""
     _check_layer_lists(config)
-    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads")
     has_own_heads = config.get("head_dim") or config.get("qk_rope_head_dim")
     if not has_own_heads and config["hidden_size"] < config["num_attention_heads"]:
         raise ModelShapeError(
-            f"config.json has no `head_dim`, and `num_attention_heads` = {heads} is more than `hidden_size` = "
-            f"{config['hidden_size']}"
+            f"config.json has no `head_dim`, and `num_attention_heads` = {heads} is more than "
+            f"`hidden_size` = {config['hidden_size']}"
         )
     if heads and groups and heads % groups and not config.get("qk_rope_head_dim"):
         raise ModelShapeError(
-            f"config.json has `num_key_value_heads` = {groups}, which does not divide `num_attention_heads` = {heads}"
+            f"config.json has `num_key_value_heads` = {groups}, which does not divide "
+            f"`num_attention_heads` = {heads}"
         )
     experts = next((count for key in EXPERT_COUNT_KEYS if (count := config.get(key))), 0)
     if experts * (config.get("num_hidden_layers") or 0) > MAX_EXPERTS_OF_ALL_LAYERS:
         raise ModelShapeError(
-            f"config.json has {experts} experts in {config['num_hidden_layers']} layers, and {MAX_EXPERTS_OF_ALL_LAYERS} "
-            "may be in all together"
+            f"config.json has {experts} experts in {config['num_hidden_layers']} layers, and "
+            f"{MAX_EXPERTS_OF_ALL_LAYERS} may be in all together"
         )
     chosen = config.get("num_experts_per_tok")
     if experts > 1 and chosen and chosen > experts:
-        raise ModelShapeError(f"config.json has `num_experts_per_tok` = {chosen}, and only {experts} experts")
-    expert_groups, chosen_groups = config.get("n_group"), config.get("topk_group")
+        raise ModelShapeError(
+            f"config.json has `num_experts_per_tok` = {chosen}, and only {experts} experts"
+        )
+    expert_groups = config.get("n_group")
+    chosen_groups = config.get("topk_group")
     if expert_groups is None and chosen_groups is None:
         return
     if expert_groups is None or chosen_groups is None:
         missing = "n_group" if expert_groups is None else "topk_group"
         raise ModelShapeError(
-            f"config.json has no {missing!r}, for which transformers would take a value of its own: add the one that the "
-            "weights have"
+            f"config.json has no {missing!r}, for which transformers would take a value of its "
+            "own: add the one that the weights have"
         )
     if chosen_groups > expert_groups or (experts and experts % expert_groups):
         raise ModelShapeError(
-            f"config.json has `n_group` = {expert_groups} and `topk_group` = {chosen_groups}, which do not divide its "
-            f"{experts} experts"
+            f"config.json has `n_group` = {expert_groups} and `topk_group` = {chosen_groups}, "
+            f"which do not divide its {experts} experts"
         )
 
 
 def take_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a `config.json` that describes the language model. Raises `ModelShapeError` like
-    `check_size_values`."""
+    """Return the part of a `config.json` that describes the language model. Raises
+    `ModelShapeError` like `check_size_values`."""
     inner = config.get("text_config", config)
     if not isinstance(inner, Mapping):
         raise ModelShapeError(f"config.json has `text_config` = {inner!r:.80}, which is no object")
@@ -187,22 +229,39 @@ def take_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
-    """Return the routing shape and the indices of the MoE layers, from a Hugging Face `config.json`.
+    """Return the routing shape and the indices of the MoE layers, from a Hugging
+    Face `config.json`.
 
-    The result is `(None, [])` for a dense model. Raises `ModelShapeError` for a mixture that is described by other
-    keys, or without its sizes.
+    The result is `(None, [])` for a dense model. Raises `ModelShapeError` for a mixture that is
+    described by other keys, or without its sizes.
     """
     config = take_text_config(config)
     known = find_architecture(config.get("model_type", ""))
     if known:
         check_size_keys(config, known)
-    experts = next((n for k in (known.expert_count_keys if known else EXPERT_COUNT_KEYS) if (n := config.get(k))), 0)
+    experts = next(
+        (
+            n
+            for k in (known.expert_count_keys if known else EXPERT_COUNT_KEYS)
+            if (n := config.get(k))
+        ),
+        0,
+    )
     if experts < 2:
         return None, []
-    if missing := [key for key in ("num_hidden_layers", "num_experts_per_tok") if not isinstance(config.get(key), int)]:
-        raise ModelShapeError(f"config.json has no {missing[0]!r} that is a number, so its routes cannot be told")
+    missing = [
+        key
+        for key in ("num_hidden_layers", "num_experts_per_tok")
+        if not isinstance(config.get(key), int)
+    ]
+    if missing:
+        raise ModelShapeError(
+            f"config.json has no {missing[0]!r} that is a number, so its routes cannot be told"
+        )
     _check_layer_lists(config)
-    dense = set(config.get("mlp_only_layers") or ()) | set(range(config.get("first_k_dense_replace") or 0))
+    dense = set(config.get("mlp_only_layers") or ()) | set(
+        range(config.get("first_k_dense_replace") or 0)
+    )
     step = config.get("decoder_sparse_step") or 1
     frequency = config.get("moe_layer_freq") or 1
     layers = [
@@ -212,11 +271,14 @@ def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, lis
         and (i + 1) % step == 0
         and (frequency[i] if isinstance(frequency, list) else i % frequency == 0)
     ]
-    return RoutingShape(layers=len(layers), top_k=config["num_experts_per_tok"], num_experts=experts), layers
+    return RoutingShape(
+        layers=len(layers), top_k=config["num_experts_per_tok"], num_experts=experts
+    ), layers
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """Sizes of a decoder with grouped-query attention and gated feed-forward layers, some of them expert mixtures."""
+    """Sizes of a decoder with grouped-query attention and gated feed-forward layers, some of them
+    expert mixtures."""
 
     name: str
     model_type: str
@@ -260,15 +322,24 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def routing_shape(self) -> RoutingShape | None:
         """The shape of the routes; None for a dense model."""
-        return RoutingShape(len(self.moe_layers), self.top_k, self.num_experts) if self.moe_layers else None
+        return (
+            RoutingShape(len(self.moe_layers), self.top_k, self.num_experts)
+            if self.moe_layers
+            else None
+        )
 
     @property
     def attention_parameters(self) -> int:
-        """The number of parameters of one layer's projections, with biases, which tensor parallelism divides."""
+        """The number of parameters of one layer's projections, with biases, which tensor
+        parallelism divides."""
         out = self.num_heads * self.value_dim * self.hidden_size
         if self.kv_rank:
             query = self.num_heads * self.qk_dim * (self.query_rank or self.hidden_size)
-            return out + query + self.kv_rank * self.num_heads * (self.qk_dim - self.rope_dim + self.value_dim)
+            return (
+                out
+                + query
+                + self.kv_rank * self.num_heads * (self.qk_dim - self.rope_dim + self.value_dim)
+            )
         qkv = self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         return (
             out
@@ -279,12 +350,16 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def norm_parameters(self) -> int:
-        """The number of parameters of one layer that tensor parallelism does not divide: its norms and, in latent
-        attention, the projections to low ranks."""
+        """The number of parameters of one layer that tensor parallelism does not divide: its norms
+        and, in latent attention, the projections to low ranks."""
         if self.kv_rank:
-            low = (self.hidden_size + 1) * (self.query_rank + self.kv_rank) + self.hidden_size * self.rope_dim
+            low = (self.hidden_size + 1) * (
+                self.query_rank + self.kv_rank
+            ) + self.hidden_size * self.rope_dim
             return 2 * self.hidden_size + low
-        of_queries = {"": 0, "head": 2, "whole": self.num_heads + self.num_kv_heads}[self.query_norm]
+        of_queries = {"": 0, "head": 2, "whole": self.num_heads + self.num_kv_heads}[
+            self.query_norm
+        ]
         return 2 * self.hidden_size + of_queries * self.head_dim
 
     @property
@@ -300,7 +375,8 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def router_parameters(self) -> int:
-        """The number of parameters of one MoE layer's router, with its shared experts and their gate."""
+        """The number of parameters of one MoE layer's router, with its shared
+        experts and their gate."""
         return (
             self.hidden_size * (self.num_experts + self.has_shared_gate)
             + self.num_experts * self.has_sinks_and_biases
@@ -333,7 +409,11 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     def layer_parameters(self, index: int) -> int:
         """Return the number of parameters of one layer."""
-        inner = self.expert_parameters + self.router_parameters if index in self.moe_layers else self.mlp_parameters
+        inner = (
+            self.expert_parameters + self.router_parameters
+            if index in self.moe_layers
+            else self.mlp_parameters
+        )
         return self.attention_parameters + self.norm_parameters + inner
 
     def rank_parameters(self, learner: LearnerConfig, stage: int) -> int:
@@ -344,15 +424,18 @@ class ModelShape(msgspec.Struct, frozen=True):
         return sum(self.rank_parameters_by_part(learner, stage).values())
 
     def rank_parameters_by_part(self, learner: LearnerConfig, stage: int) -> dict[str, int]:
-        """Return the number of parameters of each part that a Megatron rank of pipeline stage `stage` holds.
+        """Return the number of parameters of each part that a Megatron rank of pipeline
+        stage `stage` holds.
 
-        Attention, dense layers, shared experts and the vocabulary are divided by tp, experts by ep, and layers by pp;
-        norms and routers are on every rank. Tied embeddings are on the first and the last stage.
+        Attention, dense layers, shared experts and the vocabulary are divided by tp, experts by
+        ep, and layers by pp; norms and routers are on every rank. Tied embeddings are on the first
+        and the last stage.
         """
         p = learner.parallel
         here = range(stage * self.num_layers // p.pp, (stage + 1) * self.num_layers // p.pp)
         moe = sum(i in self.moe_layers for i in here)
-        last, first = stage == p.pp - 1, stage == 0
+        last = stage == p.pp - 1
+        first = stage == 0
         vocabulary = -(-self.vocab_size // p.tp) * self.hidden_size
         return {
             "attention": self.attention_parameters * len(here) // p.tp,
@@ -380,37 +463,48 @@ class ModelShape(msgspec.Struct, frozen=True):
             sizes.append(("tp", p.tp, self.shared_width, "units of its shared experts"))
         for key, ranks, size, what in sizes:
             if size % ranks:
-                raise ModelShapeError(f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}")
-        heads, groups = self.num_heads // p.tp, self.num_kv_heads // p.tp
+                raise ModelShapeError(
+                    f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}"
+                )
+        heads = self.num_heads // p.tp
+        groups = self.num_kv_heads // p.tp
         if heads % p.cp or (groups % p.cp and p.cp % groups):
             raise ModelShapeError(
-                f"learner.parallel.cp = {p.cp} does not divide the {heads} heads of a rank, or neither divides its {groups} "
-                "key/value heads nor is a multiple of them"
+                f"learner.parallel.cp = {p.cp} does not divide the {heads} heads of a rank, or "
+                f"neither divides its {groups} key/value heads nor is a multiple of them"
             )
         if p.tp > 1 and self.query_norm == "whole":
             raise ModelShapeError(
-                f"learner.parallel.tp = {p.tp}, but the model normalises all heads of a query together: set it to 1"
+                f"learner.parallel.tp = {p.tp}, but the model normalises all heads of a query "
+                "together: set it to 1"
             )
         if p.ep > 1 and not self.moe_layers:
-            raise ModelShapeError(f"learner.parallel.ep = {p.ep}, but the model has no experts to divide: set it to 1")
+            raise ModelShapeError(
+                f"learner.parallel.ep = {p.ep}, but the model has no experts to divide: set it to 1"
+            )
 
 
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape:
-    """Return the shape that a Hugging Face `config.json` describes. Raises `ModelShapeError` if it lacks a number."""
+    """Return the shape that a Hugging Face `config.json` describes. Raises `ModelShapeError` if
+    it lacks a number."""
     c = take_text_config(config)
-    if missing := [key for key in REQUIRED_KEYS if c.get(key) is None]:
+    missing = [key for key in REQUIRED_KEYS if c.get(key) is None]
+    if missing:
         raise ModelShapeError(f"config.json of {name} has no {missing[0]!r}")
     routing, moe_layers = read_moe_layers(c)
     _check_size_relations(c)
     expert_width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0
-    layers, heads = c["num_hidden_layers"], c["num_attention_heads"]
+    layers = c["num_hidden_layers"]
+    heads = c["num_attention_heads"]
     rope_dim = c.get("qk_rope_head_dim") or 0
     head_dim = c.get("head_dim") or rope_dim or c["hidden_size"] // heads
     kinds = c.get("layer_types") or ["full_attention"] * layers
-    known = find_architecture(c.get("model_type", "")) or ModelArchitecture(title="", example_models="")
+    known = find_architecture(c.get("model_type", "")) or ModelArchitecture(
+        title="", example_models=""
+    )
     return ModelShape(
         name=name,
         model_type=str(config.get("model_type", "")),
@@ -427,7 +521,8 @@ def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> Mod
         num_experts=routing.num_experts if routing else 0,
         top_k=routing.top_k if routing else 0,
         expert_width=expert_width if routing else 0,
-        shared_width=expert_width * (c.get("n_shared_experts") or 0) + (c.get("shared_expert_intermediate_size") or 0),
+        shared_width=expert_width * (c.get("n_shared_experts") or 0)
+        + (c.get("shared_expert_intermediate_size") or 0),
         qk_dim=c["qk_nope_head_dim"] + rope_dim if c.get("qk_nope_head_dim") else head_dim,
         value_dim=c.get("v_head_dim") or head_dim,
         kv_rank=c.get("kv_lora_rank") or 0,

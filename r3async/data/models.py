@@ -1,4 +1,5 @@
-"""Declarations of the models that learners train, and the shape of a model read from its `config.json`."""
+"""Declarations of the models that learners train, and the shape of a model read from
+its `config.json`."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 QueryNorm = Literal["", "head", "whole"]
-"""Normalisation of queries and keys: none, each head separately, or all heads of a token together."""
+"""Normalisation of queries and keys: none, each head separately, or all heads of
+a token together."""
 
 EXPERT_BIAS_SUFFIX = "e_score_correction_bias"
-"""Suffix of the names of tensors that decide, together with the scores, which experts are chosen. They are float32 in
-models of any dtype, in engines too: a rounded one would choose other experts."""
+"""Suffix of the names of tensors that decide, together with the scores, which experts are
+chosen. They are float32 in models of any dtype, in engines too: a rounded one would
+choose other experts."""
 
 
 SIZE_KEYS = (
@@ -26,24 +29,26 @@ SIZE_KEYS = (
 
 
 class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
-    """The declaration of one `model_type` of transformers. A value that begins with `$` names the key of `config.json`
-    that holds the real value."""
+    """The declaration of one `model_type` of transformers. A value that begins with `$` names the
+    key of `config.json` that holds the real value."""
 
     title: str
     example_models: str
     """Published models of this type."""
     size_keys: tuple[str, ...] = (*SIZE_KEYS, "num_key_value_heads")
-    """Keys that `config.json` must have. Where one is missing, transformers fills in its own default, and the file then
-    describes another model than the weights."""
+    """Keys that `config.json` must have. Where one is missing, transformers fills in its own
+    default, and the file then describes another model than the weights."""
     expert_count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
-    """Keys of the number of experts. transformers reads any of them, and no other; a mixture has one of them."""
+    """Keys of the number of experts. transformers reads any of them, and no other; a mixture
+    has one of them."""
     qkv_bias: bool | str = False
     query_norm: QueryNorm = ""
     query_norm_key: str = ""
     """Key of `config.json` that says whether `query_norm` applies; empty if it always does."""
     router_score: Literal["softmax", "sigmoid", "logits"] = "softmax"
-    """Function that turns a router's logits into scores. With `sigmoid`, a bias of each expert affects which experts
-    are chosen, but not the gates. With `logits`, the gates are a softmax over the chosen experts only."""
+    """Function that turns a router's logits into scores. With `sigmoid`, a bias of each expert
+    affects which experts are chosen, but not the gates. With `logits`, the gates are a softmax over
+    the chosen experts only."""
     has_sinks_and_biases: bool = False
     """True if attention has sinks, and its output, the routers and the experts have biases."""
     normalized_gates: bool | str = "$norm_topk_prob"
@@ -57,15 +62,18 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate_module: str = ""
     """Name of the gate of a mixture's shared experts."""
     engine_unsupported_reason: str = ""
-    """Reason why vLLM cannot generate with it in a run. Empty: vLLM's log-probs and routes match those of transformers,
-    before and after a weight update."""
+    """Reason why vLLM cannot generate with it in a run. Empty: vLLM's log-probs and routes match
+    those of transformers, before and after a weight update."""
     engine_config: Mapping[str, Any] = {}
-    """Keys of `config.json` without which vLLM silently takes it for another model. transformers does not need them."""
+    """Keys of `config.json` without which vLLM silently takes it for another model. transformers
+    does not need them."""
     required_config: Mapping[str, Any] = {}
-    """Keys of `config.json` for which backends other than transformers itself support only this value."""
+    """Keys of `config.json` for which backends other than transformers itself support
+    only this value."""
 
     def resolve_flag(self, declaration: bool | str, config: Mapping[str, Any]) -> bool:
-        """Return the value of a declaration, which may be a key, for a model with this `config.json`."""
+        """Return the value of a declaration, which may be a key, for a model with
+        this `config.json`."""
         return bool(config.get(declaration[1:])) if isinstance(declaration, str) else declaration
 
     def resolve_query_norm(self, config: Mapping[str, Any]) -> QueryNorm:
@@ -76,7 +84,8 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 _NO_BIAS = {"attention_bias": False, "attention_dropout": 0}
 _SILU_NO_DROPOUT = {"hidden_act": "silu", "attention_dropout": 0}
 _NO_WINDOW = {"use_sliding_window": False}
-_KV_HEADS_KEY, _EXPERT_WIDTH_KEY = "num_key_value_heads", "moe_intermediate_size"
+_KV_HEADS_KEY = "num_key_value_heads"
+_EXPERT_WIDTH_KEY = "moe_intermediate_size"
 _SHARED_MOE_KEYS = (
     "num_experts_per_tok",
     _EXPERT_WIDTH_KEY,
@@ -172,23 +181,34 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
         required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"mlp_bias": False},
     ),
 }
-"""Models that both backends train, keyed by `model_type`. A test compares each with transformers' own model."""
+"""Models that both backends train, keyed by `model_type`. A test compares each with
+transformers' own model."""
 
 TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
     "gpt_oss": ModelArchitecture(
         title="gpt-oss",
         example_models="gpt-oss-20b, gpt-oss-120b, with weights in bfloat16",
-        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, "num_experts_per_tok", "head_dim", "layer_types", "sliding_window"),
+        size_keys=(
+            *SIZE_KEYS,
+            _KV_HEADS_KEY,
+            "num_experts_per_tok",
+            "head_dim",
+            "layer_types",
+            "sliding_window",
+        ),
         qkv_bias=True,
         router_score="logits",
         normalized_gates=True,
         has_sinks_and_biases=True,
-        engine_unsupported_reason="vLLM copies sinks and experts past its own loader, so that they would keep their old weights",
+        engine_unsupported_reason=(
+            "vLLM copies sinks and experts past its own loader, so that they would keep "
+            "their old weights"
+        ),
     ),
 }
-"""Models that only the backend `torch` trains, keyed by `model_type` and compared with transformers' own model by a
-test like the rest. Their checkpoints have all experts of a layer in one tensor, with biases, which the links between
-checkpoints and Megatron do not divide."""
+"""Models that only the backend `torch` trains, keyed by `model_type` and compared with
+transformers' own model by a test like the rest. Their checkpoints have all experts of a layer in
+one tensor, with biases, which the links between checkpoints and Megatron do not divide."""
 
 RECURRENT_MODEL_TYPES = (
     *(
@@ -204,13 +224,19 @@ RECURRENT_MODEL_TYPES = (
     ),
     *("minimax", "olmo_hybrid", "recurrent_gemma", "mamba", "falcon_mamba"),
 )
-"""Values of `model_type` for models in which some or all layers keep a state in place of attention."""
+"""Values of `model_type` for models in which some or all layers keep a state in
+place of attention."""
 
 UNSUPPORTED_MODEL_TYPES: dict[str, str] = {
-    "deepseek_v2": "its routers take gates from scores in which groups of experts are masked, so routes cannot be replayed",
+    "deepseek_v2": (
+        "its routers take gates from scores in which groups of experts are masked, so routes "
+        "cannot be replayed"
+    ),
     "gemma2": "its attention scores are soft-capped, which packed attention does not do",
     "phimoe": "its routers choose by a rule of their own, so routes cannot be replayed",
-    **dict.fromkeys(RECURRENT_MODEL_TYPES, "its recurrent layers would mix the samples of a micro-batch"),
+    **dict.fromkeys(
+        RECURRENT_MODEL_TYPES, "its recurrent layers would mix the samples of a micro-batch"
+    ),
 }
 """Reasons why no backend trains a model, keyed by `model_type`."""
 

@@ -39,12 +39,14 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
 
 
 def encode_safetensors_header(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the header of a safetensors file: its length as a little-endian u64, then JSON, padded to 8 bytes.
+    """Return the header of a safetensors file: its length as a little-endian u64, then JSON,
+    padded to 8 bytes.
 
-    `tensors` gives the name, dtype and shape of each tensor, in the order in which their bytes follow. Raises
-    `ValueError` for a dtype that safetensors cannot hold.
+    `tensors` gives the name, dtype and shape of each tensor, in the order in which their bytes
+    follow. Raises `ValueError` for a dtype that safetensors cannot hold.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
@@ -77,7 +79,8 @@ class SafetensorsEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def decode_safetensors_header(data: Buffer) -> tuple[dict[str, SafetensorsEntry], int]:
-    """Return the tensors of a safetensors file, in the order of its header, and the offset at which their bytes begin.
+    """Return the tensors of a safetensors file, in the order of its header, and the offset at which
+    their bytes begin.
 
     Raises `ValueError` for a malformed header.
     """

@@ -79,4 +79,5 @@ SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict
     ],
     "cpu",
 )
-"""Stages with only one kind of time, `cpu` or `wall`; wall time is measured on the event loop only."""
+"""Stages with only one kind of time, `cpu` or `wall`; wall time is measured on the
+event loop only."""

@@ -1,9 +1,11 @@
-"""Compact sets of the token ids that could be sampled, one for each sampled token. Pure; whole columns at a time.
+"""Compact sets of the token ids that could be sampled, one for each sampled token. Pure; whole
+columns at a time.
 
-Top-p, top-k and min-p leave a few tokens of the vocabulary, which share all probability. The learner renormalises over
-the same set, the *support* of the token. A set is stored in the shortest of three forms, so that it never takes more
-than a bit for each token of the vocabulary: its ids, the ids that it lacks, or a bitmap. Ids ascend, and each is stored
-as the number of ids skipped before it, in seven bits a byte; its last byte is below 128.
+Top-p, top-k and min-p leave a few tokens of the vocabulary, which share all probability. The
+learner renormalises over the same set, the *support* of the token. A set is stored in the shortest
+of three forms, so that it never takes more than a bit for each token of the vocabulary: its ids,
+the ids that it lacks, or a bitmap. Ids ascend, and each is stored as the number of ids skipped
+before it, in seven bits a byte; its last byte is below 128.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FORM_NONE, FORM_LISTED, FORM_EXCEPT, FORM_BITS = range(4)
-"""Forms of a set, in the lowest two bits of its head: no set was recorded; the ids follow; the ids that are not in it
-follow; a bitmap follows. The head's other bits are the number of bytes that follow."""
+"""Forms of a set, in the lowest two bits of its head: no set was recorded; the ids follow;
+the ids that are not in it follow; a bitmap follows. The head's other bits are the number of
+bytes that follow."""
 MAX_NUMBER_BYTES = 4
 """Maximum number of bytes of a number: ids are below 2^28."""
 
@@ -35,8 +38,8 @@ class RowIds(NamedTuple):
 class SupportSets:
     """Sets of token ids, one for each of T tokens.
 
-    Raises `ValueError` for heads and data that do not fit each other, or numbers that do not end, so that every
-    instance can be read.
+    Raises `ValueError` for heads and data that do not fit each other, or numbers that do not end,
+    so that every instance can be read.
 
     Args:
         heads: Head of each set (see `FORM_NONE`), uint32 `[T]`.
@@ -49,7 +52,8 @@ class SupportSets:
     ndim = 1
 
     def __init__(self, heads: np.ndarray, data: np.ndarray):
-        self.heads, self.data = heads, data
+        self.heads = heads
+        self.data = data
         self.byte_edges = np.zeros(len(heads) + 1, np.int64)
         """Offsets of each set's bytes in `data`, int64 `[T + 1]`."""
         np.cumsum(heads >> 2, out=self.byte_edges[1:])
@@ -58,7 +62,8 @@ class SupportSets:
         self._check_encoding()
 
     def _check_encoding(self) -> None:
-        form, size = self.heads & 3, self.heads >> 2
+        form = self.heads & 3
+        size = self.heads >> 2
         if (size[form == FORM_NONE] > 0).any():
             raise ValueError("a set that nobody recorded has bytes")
         numbers = ((form == FORM_LISTED) | (form == FORM_EXCEPT)) & (size > 0)
@@ -72,7 +77,7 @@ class SupportSets:
         if run.any():
             raise ValueError(f"a number of a set has more than {MAX_NUMBER_BYTES} bytes")
 
-    # -- construction ----------------------------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------
 
     @staticmethod
     def unrecorded(length: int) -> SupportSets:
@@ -101,9 +106,9 @@ class SupportSets:
         lengths, numbers = _encode_gaps(found, len(where))
         kept = lengths < width
         heads = np.full(len(bits), width << 2 | FORM_BITS, np.uint32)
-        heads[where[kept]] = (lengths[kept] << 2 | np.where(most[where[kept]], FORM_EXCEPT, FORM_LISTED)).astype(
-            np.uint32
-        )
+        heads[where[kept]] = (
+            lengths[kept] << 2 | np.where(most[where[kept]], FORM_EXCEPT, FORM_LISTED)
+        ).astype(np.uint32)
         if kept.all() and short.all():
             return SupportSets(heads, numbers)
         edges = np.zeros(len(heads) + 1, np.int64)
@@ -116,7 +121,8 @@ class SupportSets:
 
     @staticmethod
     def from_ids(ids: np.ndarray, edges: np.ndarray, vocab_size: int) -> SupportSets:
-        """Return the sets of `ids`, int `[n]`: set t has the ids `edges[t]:edges[t + 1]`, ascending."""
+        """Return the sets of `ids`, int `[n]`: set t has the ids
+        `edges[t]:edges[t + 1]`, ascending."""
         bits = np.zeros((len(edges) - 1, -(-vocab_size // 8)), np.uint8)
         rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
         np.bitwise_or.at(bits, (rows, ids >> 3), (1 << (ids & 7)).astype(np.uint8))
@@ -124,7 +130,8 @@ class SupportSets:
 
     @staticmethod
     def from_id_lists(ids: np.ndarray, edges: np.ndarray) -> SupportSets:
-        """Return the sets as `from_ids` does, for small sets of any vocabulary: all are stored as lists of ids."""
+        """Return the sets as `from_ids` does, for small sets of any vocabulary: all are stored
+        as lists of ids."""
         rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
         lengths, data = _encode_gaps(RowIds(rows, ids), len(edges) - 1)
         return SupportSets((lengths << 2 | FORM_LISTED).astype(np.uint32), data)
@@ -133,7 +140,9 @@ class SupportSets:
     def concat(parts: Sequence[SupportSets]) -> SupportSets:
         if not parts:
             return SupportSets.unrecorded(0)
-        return SupportSets(np.concatenate([p.heads for p in parts]), np.concatenate([p.data for p in parts]))
+        return SupportSets(
+            np.concatenate([p.heads for p in parts]), np.concatenate([p.data for p in parts])
+        )
 
     @staticmethod
     def from_parts(length: int, parts: Sequence[tuple[int, SupportSets]]) -> SupportSets:
@@ -144,7 +153,9 @@ class SupportSets:
         heads = np.zeros(length, np.uint32)
         for start, part in parts:
             heads[start : start + len(part)] = part.heads
-        return SupportSets(heads, np.concatenate([np.zeros(0, np.uint8), *(part.data for _, part in parts)]))
+        return SupportSets(
+            heads, np.concatenate([np.zeros(0, np.uint8), *(part.data for _, part in parts)])
+        )
 
     @staticmethod
     def decode(length: int, encoded: Any) -> SupportSets:
@@ -161,12 +172,13 @@ class SupportSets:
         return SupportSets(_decode_varints(head).astype(np.uint32), data[len(head) :])
 
     def encode(self) -> np.ndarray:
-        """Return the sets as uint8: the heads as numbers, then the data; empty if no token has a set."""
+        """Return the sets as uint8: the heads as numbers, then the data; empty if no
+        token has a set."""
         if not self.heads.any():
             return self.data
         return np.concatenate([_encode_varints(self.heads.astype(np.int64))[1], self.data])
 
-    # -- as a column -----------------------------------------------------------------------------------------------
+    # -- as a column -------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,7 +196,8 @@ class SupportSets:
         if step != 1:
             return self.take_rows(np.arange(start, stop, step))
         return SupportSets(
-            self.heads[start:stop], self.data[self.byte_edges[start] : self.byte_edges[max(start, stop)]]
+            self.heads[start:stop],
+            self.data[self.byte_edges[start] : self.byte_edges[max(start, stop)]],
         )
 
     def __eq__(self, other: object) -> bool:
@@ -207,7 +220,8 @@ class SupportSets:
     def tolist(self) -> list[list[int] | None]:
         """Return the sets for people to read.
 
-        Each is the ids of the set, or `-1 - id` for each id that it lacks if it has most; None if no set was recorded.
+        Each is the ids of the set, or `-1 - id` for each id that it lacks if it has most; None if
+        no set was recorded.
         """
         out: list[list[int] | None] = [None] * len(self)
         for row, form in enumerate((self.heads & 3).tolist()):
@@ -219,7 +233,7 @@ class SupportSets:
                 out[row] = (ids if form == FORM_LISTED else -1 - ids).tolist()
         return out
 
-    # -- reading ---------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def recorded_mask(self) -> np.ndarray:
@@ -233,7 +247,8 @@ class SupportSets:
 
     def encoded_ids(self) -> RowIds:
         """Return the ids that are stored as such, of all sets that have any."""
-        form, size = self.heads & 3, self.heads >> 2
+        form = self.heads & 3
+        size = self.heads >> 2
         written = form != FORM_BITS
         data = self.data if written.all() else self.data[np.repeat(written, size)]
         gaps = _decode_varints(data)
@@ -248,14 +263,21 @@ class SupportSets:
         return RowIds(rows, total - 1 - before[rows])
 
     def iter_bitmaps(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the sets stored as bitmaps, by width: their rows, int64 `[m]`, and the bitmaps, uint8 `[m, width]`."""
+        """Yield the sets stored as bitmaps, by width: their rows, int64 `[m]`, and the bitmaps,
+        uint8 `[m, width]`."""
         size = np.where((self.heads & 3) == FORM_BITS, self.heads >> 2, 0)
         for width in np.unique(size[size > 0]).tolist():
             (rows,) = np.nonzero(size == width)
-            yield rows, self.data[_concat_ranges(self.byte_edges[:-1][rows], size[rows])].reshape(len(rows), width)
+            yield (
+                rows,
+                self.data[_concat_ranges(self.byte_edges[:-1][rows], size[rows])].reshape(
+                    len(rows), width
+                ),
+            )
 
     def contains_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return bool `[T]`: whether each of `ids`, int `[T]` and not negative, is in its set; True without a set."""
+        """Return bool `[T]`: whether each of `ids`, int `[T]` and not negative, is in its set;
+        True without a set."""
         written = self.encoded_ids()
         named = np.zeros(len(self), bool)
         named[written.rows[written.ids == ids[written.rows]]] = True
@@ -270,7 +292,8 @@ class SupportSets:
 
     def fits_vocab(self, vocab_size: int) -> np.ndarray:
         """Return bool `[T]`: whether all ids that are named are below `vocab_size`."""
-        written, good = self.encoded_ids(), np.ones(len(self), bool)
+        written = self.encoded_ids()
+        good = np.ones(len(self), bool)
         good[written.rows[written.ids >= vocab_size]] = False
         for rows, bits in self.iter_bitmaps():
             last = vocab_size - 8 * (bits.shape[1] - 1)
@@ -289,7 +312,8 @@ class SupportSets:
 
 
 def _bits_to_words(bits: np.ndarray) -> np.ndarray:
-    """Return uint8 `[T, width]` as uint64 `[T, ceil(width / 8)]`; the lowest bit of the first byte is the lowest."""
+    """Return uint8 `[T, width]` as uint64 `[T, ceil(width / 8)]`; the lowest bit of the first
+    byte is the lowest."""
     extra = -bits.shape[1] % 8
     return np.ascontiguousarray(np.pad(bits, ((0, 0), (0, extra))) if extra else bits).view("<u8")
 
@@ -298,7 +322,9 @@ def _ids_from_words(words: np.ndarray) -> RowIds:
     """Return the ids of the bits that are set in uint64 `[T, W]`."""
     flat = words.reshape(-1)
     where = np.flatnonzero(flat)
-    at, bit = np.nonzero(np.unpackbits(flat[where].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"))
+    at, bit = np.nonzero(
+        np.unpackbits(flat[where].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+    )
     rows, word = np.divmod(where[at], max(1, words.shape[1]))
     return RowIds(rows, 64 * word + bit)
 
@@ -330,7 +356,8 @@ def _encode_varints(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode_varints(data: np.ndarray) -> np.ndarray:
-    """Return the numbers that `_encode_varints` encoded, int64. None may have more than `MAX_NUMBER_BYTES` bytes."""
+    """Return the numbers that `_encode_varints` encoded, int64. None may have more than
+    `MAX_NUMBER_BYTES` bytes."""
     ends = np.flatnonzero(data < 128)
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     values = np.zeros(len(ends), np.int64)
@@ -341,7 +368,8 @@ def _decode_varints(data: np.ndarray) -> np.ndarray:
 
 
 def _concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the indices `starts[i] .. starts[i] + sizes[i] - 1` of each i, one after the other, int64."""
+    """Return the indices `starts[i] .. starts[i] + sizes[i] - 1` of each i, one after
+    the other, int64."""
     sizes = sizes.astype(np.int64)
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())

@@ -1,8 +1,8 @@
 """The basic data types: per-token columns, samples, trajectories.
 
-A per-token column is declared once, in `SCHEMA`. Every operation on token data (slice, concat, pad, encode, decode) is
-derived from that declaration, so that none of them can forget a column: adding one takes one line here. Arrays are
-NumPy, rows are tokens, and a table is never changed in place.
+A per-token column is declared once, in `SCHEMA`. Every operation on token data (slice, concat, pad,
+encode, decode) is derived from that declaration, so that none of them can forget a column: adding
+one takes one line here. Arrays are NumPy, rows are tokens, and a table is never changed in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from r3async.data.packed import PackedRoutes
 from r3async.data.supports import SupportSets
 
 UNSAMPLED_VERSION = -1
-"""The `policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
+"""The `policy_version` of a token that no policy sampled (prompt, observation, injected
+end-of-sequence)."""
 
 
 ColumnData = np.ndarray | PackedRoutes | SupportSets
@@ -28,7 +29,8 @@ ColumnData = np.ndarray | PackedRoutes | SupportSets
 
 
 class SchemaError(ValueError):
-    """Error for token data that does not fit its declaration: wrong name, dtype, shape or length."""
+    """Error for token data that does not fit its declaration: wrong name, dtype,
+    shape or length."""
 
 
 @functools.cache
@@ -44,15 +46,19 @@ class Column(msgspec.Struct, frozen=True):
     """Declaration of one per-token column.
 
     Attributes:
-        dtypes: Dtypes it may have, narrowest first (values of mixed tables are widened, never wrapped).
-        fill: Value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
-        inner_dims: Names of the dimensions after the token dimension; their sizes are free but equal within a concat.
+        dtypes: Dtypes it may have, narrowest first (values of mixed tables are
+            widened, never wrapped).
+        fill: Value of a token that has none; `"arange"` gives `0..K-1` along the last
+            dimension (distinct ids).
+        inner_dims: Names of the dimensions after the token dimension; their sizes are free but
+            equal within a concat.
         optional: True if it may be absent, on all samples of a batch or on none.
-        compressible: True if it has one value a token and is nearly constant: it travels packed. The first column of a
-            schema is not compressible.
-        holds_choices: True if ids along the last dimension are a set, whose order carries no information: they may be
-            `PackedRoutes`.
-        holds_sets: True if each token has a set of token ids, or none: the column is `SupportSets`, and nothing else.
+        compressible: True if it has one value a token and is nearly constant: it travels packed.
+            The first column of a schema is not compressible.
+        holds_choices: True if ids along the last dimension are a set, whose order carries no
+            information: they may be `PackedRoutes`.
+        holds_sets: True if each token has a set of token ids, or none: the column is `SupportSets`,
+            and nothing else.
     """
 
     name: str
@@ -64,8 +70,11 @@ class Column(msgspec.Struct, frozen=True):
     holds_choices: bool = False
     holds_sets: bool = False
 
-    def filled_rows(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> Any:
-        """Return `[length, *inner_shape]` of the fill value, or `length` tokens without a set if it holds sets."""
+    def filled_rows(
+        self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None
+    ) -> Any:
+        """Return `[length, *inner_shape]` of the fill value, or `length` tokens without a set
+        if it holds sets."""
         if self.holds_sets:
             return SupportSets.unrecorded(length)
         dtype = np.dtype(dtype or self.dtypes[0])
@@ -85,10 +94,13 @@ class TokenSchema:
                 raise SchemaError(f"column {column.name!r} is declared twice")
             if column.compressible and (column.inner_dims or not self.columns):
                 raise SchemaError(
-                    f"column {column.name!r} is declared compressible: it is the first, or has inner dimensions"
+                    f"column {column.name!r} is declared compressible: it is the first, or has "
+                    "inner dimensions"
                 )
             self.columns[column.name] = column
-        declaration = msgspec.msgpack.encode([msgspec.structs.astuple(c) for c in self.columns.values()])
+        declaration = msgspec.msgpack.encode(
+            [msgspec.structs.astuple(c) for c in self.columns.values()]
+        )
         self.fingerprint = f"{zlib.crc32(declaration):08x}"
 
     def with_column(self, column: Column) -> TokenSchema:
@@ -99,26 +111,37 @@ SCHEMA = TokenSchema(
     [
         Column("token_ids", ("int32",), 0),
         Column("loss_mask", ("bool",), False, compressible=True),
-        # Log-prob under the policy that sampled the token, after temperature: of the distribution really sampled from.
+        # Log-prob under the policy that sampled the token, after temperature: of the distribution
+        # really sampled from.
         Column("rollout_logprobs", ("float32",), 0.0),
         Column("policy_version", ("int32",), UNSAMPLED_VERSION, compressible=True),
         # Turn that sampled the token; -1 where not sampled.
         Column("turn", ("int32",), -1, compressible=True),
         Column("rewards", ("float32",), 0.0, compressible=True),
-        # The next seven are added by the learner. Number of the token's episode in the minibatch, `0..E - 1`; -1: none.
+        # The next seven are added by the learner. Number of the token's episode in the minibatch,
+        # `0..E - 1`; -1: none.
         Column("episode", ("int32",), -1, optional=True, compressible=True),
-        # Number of a trained token in the minibatch, episode by episode, wherever it is packed; -1 for other tokens.
+        # Number of a trained token in the minibatch, episode by episode, wherever it is packed; -1
+        # for other tokens.
         Column("place", ("int32",), -1, optional=True),
         Column("advantages", ("float32",), 0.0, optional=True, compressible=True),
         # Factor of the token's terms of the loss: 1 / the denominator of `algorithm.reduction`.
         Column("loss_weights", ("float32",), 0.0, optional=True, compressible=True),
         # True if served drift is measured on the token's episode.
         Column("probed", ("bool",), False, optional=True, compressible=True),
-        # Log-probs of the learner before the step's first update, and of the frozen reference model.
+        # Log-probs of the learner before the step's first update, and of the frozen
+        # reference model.
         Column("old_logprobs", ("float32",), 0.0, optional=True),
         Column("reference_logprobs", ("float32",), 0.0, optional=True),
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
-        Column("routed_experts", ("uint8", "uint16"), "arange", ("layers", "top_k"), optional=True, holds_choices=True),
+        Column(
+            "routed_experts",
+            ("uint8", "uint16"),
+            "arange",
+            ("layers", "top_k"),
+            optional=True,
+            holds_choices=True,
+        ),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
         # Tokens that could have been sampled in its place, where that was not the whole vocabulary.
         Column("support", ("uint8",), 0, optional=True, holds_sets=True),
@@ -133,17 +156,22 @@ def _check_column(declaration: Column, array: Any) -> ColumnData:
         if declaration.holds_sets and isinstance(array, SupportSets):
             return array
         raise SchemaError(
-            f"column {name!r} {'has to be sets' if declaration.holds_sets else 'holds no sets'} of token ids"
+            f"column {name!r} "
+            f"{'has to be sets' if declaration.holds_sets else 'holds no sets'} of token ids"
         )
     if not isinstance(array, PackedRoutes):
         array = np.asarray(array)
     elif not declaration.holds_choices:
         raise SchemaError(f"column {name!r} holds no choices, and cannot be packed as they are")
     if dtype_name(array.dtype) not in declaration.dtypes:
-        raise SchemaError(f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declaration.dtypes)}")
+        raise SchemaError(
+            f"column {name!r} has dtype {array.dtype.name}, expected "
+            f"{' or '.join(declaration.dtypes)}"
+        )
     if array.ndim != 1 + len(declaration.inner_dims):
         raise SchemaError(
-            f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declaration.inner_dims)}]"
+            f"column {name!r} has shape {array.shape}, expected "
+            f"[T{''.join(', ' + d for d in declaration.inner_dims)}]"
         )
     return array
 
@@ -151,8 +179,8 @@ def _check_column(declaration: Column, array: Any) -> ColumnData:
 class TokenTable:
     """Columns of one length `T`, checked against a schema when built.
 
-    A `PackedRoutes` column stays packed, and is unpacked each time that it is read. Raises `SchemaError` for an
-    unknown, missing, mistyped, misshapen or mis-sized column.
+    A `PackedRoutes` column stays packed, and is unpacked each time that it is read. Raises
+    `SchemaError` for an unknown, missing, mistyped, misshapen or mis-sized column.
     """
 
     __slots__ = ("_columns", "_length", "schema")
@@ -161,7 +189,9 @@ class TokenTable:
         self.schema = schema
         unknown = sorted(set(columns) - set(schema.columns))
         if unknown:
-            raise SchemaError(f"unknown column {unknown[0]!r}; the schema has {', '.join(schema.columns)}")
+            raise SchemaError(
+                f"unknown column {unknown[0]!r}; the schema has {', '.join(schema.columns)}"
+            )
         self._columns: dict[str, ColumnData] = {}
         self._length = -1
         for name, declared in schema.columns.items():
@@ -176,16 +206,24 @@ class TokenTable:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
 
     @staticmethod
-    def from_checked(columns: dict[str, ColumnData], length: int, schema: TokenSchema) -> TokenTable:
-        """Return a table of columns that are known to fit the schema, in its order, with `length` rows each."""
+    def from_checked(
+        columns: dict[str, ColumnData], length: int, schema: TokenSchema
+    ) -> TokenTable:
+        """Return a table of columns that are known to fit the schema, in its order, with
+        `length` rows each."""
         table = TokenTable.__new__(TokenTable)
-        table._columns, table._length, table.schema = columns, length, schema
+        table._columns = columns
+        table._length = length
+        table.schema = schema
         return table
 
     @staticmethod
     def from_tokens(token_ids: np.ndarray) -> TokenTable:
-        """Return a table of tokens that nobody sampled. `token_ids` is int `[T]`; other required columns hold fills."""
-        needed = {n: c.filled_rows(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional}
+        """Return a table of tokens that nobody sampled. `token_ids` is int `[T]`; other required
+        columns hold fills."""
+        needed = {
+            n: c.filled_rows(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional
+        }
         return TokenTable(needed | {"token_ids": np.asarray(token_ids).astype(np.int32)})
 
     def __len__(self) -> int:
@@ -252,7 +290,8 @@ class TokenTable:
     def pad_to(self, length: int, fills: Mapping[str, Any] | None = None) -> TokenTable:
         """Return the table with rows of fill values appended up to `length`.
 
-        `fills` overrides fill values (the pad token id, say). Raises `SchemaError` if the table is longer.
+        `fills` overrides fill values (the pad token id, say). Raises `SchemaError` if the
+        table is longer.
         """
         extra = length - len(self)
         if extra < 0:
@@ -265,12 +304,15 @@ class TokenTable:
         return TokenTable.concat([self, TokenTable(tail, self.schema)])
 
     @staticmethod
-    def concat(tables: Sequence[TokenTable], skip_rows: Sequence[int] | np.ndarray | None = None) -> TokenTable:
+    def concat(
+        tables: Sequence[TokenTable], skip_rows: Sequence[int] | np.ndarray | None = None
+    ) -> TokenTable:
         """Return a table of all rows in order, without the first `skip_rows` of each table.
 
-        Narrow dtypes are widened to the widest present, never wrapped. A column of sets may be missing on some tables,
-        whose tokens then have no sets. Raises `SchemaError` if there is no table, if any other optional column is on
-        some tables and not on others, or if inner shapes differ.
+        Narrow dtypes are widened to the widest present, never wrapped. A column of sets may be
+        missing on some tables, whose tokens then have no sets. Raises `SchemaError` if there
+        is no table, if any other optional column is on some tables and not on others, or if
+        inner shapes differ.
         """
         if not tables:
             raise SchemaError("nothing to concatenate")
@@ -279,18 +321,27 @@ class TokenTable:
         sets = {name for name in given if schema.columns[name].holds_sets}
         names = [name for name in schema.columns if name in sets or name in tables[0]]
         for i, table in enumerate(tables):
-            if [n for n in names if n in sets or n in table] != names or table._columns.keys() - names:
+            if [
+                n for n in names if n in sets or n in table
+            ] != names or table._columns.keys() - names:
                 different = sorted((set(names) ^ set(table)) - sets)
                 raise SchemaError(
-                    f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})"
+                    f"column {different[0]!r} is on some tables and not on others (table {i} "
+                    f"of {len(tables)})"
                 )
         first = [0] * len(tables) if skip_rows is None else [int(n) for n in skip_rows]
-        edges = list(itertools.accumulate((len(t) - n for t, n in zip(tables, first, strict=True)), initial=0))
+        edges = list(
+            itertools.accumulate(
+                (len(t) - n for t, n in zip(tables, first, strict=True)), initial=0
+            )
+        )
         columns: dict[str, ColumnData] = {}
         for name in names:
             if name in sets:
                 has = [t[name] if name in t else SupportSets.unrecorded(len(t)) for t in tables]
-                columns[name] = SupportSets.concat([column[skip:] for column, skip in zip(has, first, strict=True)])
+                columns[name] = SupportSets.concat(
+                    [column[skip:] for column, skip in zip(has, first, strict=True)]
+                )
                 continue
             kept = [t._columns[name] for t in tables]
             shapes = {a.shape[1:] for a in kept}
@@ -299,18 +350,23 @@ class TokenTable:
             present = {dtype_name(a.dtype) for a in kept}
             widest = next(d for d in reversed(schema.columns[name].dtypes) if d in present)
             columns[name] = joined = np.empty((edges[-1], *kept[0].shape[1:]), widest)
-            for table, skip, (start, stop) in zip(tables, first, itertools.pairwise(edges), strict=True):
+            for table, skip, (start, stop) in zip(
+                tables, first, itertools.pairwise(edges), strict=True
+            ):
                 joined[start:stop] = table[name][skip:]
         return TokenTable(columns, schema)
 
 
 def _columns_equal(a: Any, b: Any) -> bool:
     """Return whether two columns are equal, dtypes included."""
-    return bool(a == b) if isinstance(a, SupportSets) else a.dtype == b.dtype and np.array_equal(a, b)
+    return (
+        bool(a == b) if isinstance(a, SupportSets) else a.dtype == b.dtype and np.array_equal(a, b)
+    )
 
 
 class GrowingTokens:
-    """Append-only token ids, each copied a few times at most. Arrays that were handed out earlier stay unchanged."""
+    """Append-only token ids, each copied a few times at most. Arrays that were handed out
+    earlier stay unchanged."""
 
     __slots__ = ("_array", "_length")
 
@@ -339,7 +395,8 @@ class GrowingTokens:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One answer of the policy: sampled tokens `start:stop` of sample number `sample`, and its reward."""
+    """One answer of the policy: sampled tokens `start:stop` of sample number
+    `sample`, and its reward."""
 
     index: int
     sample: int
@@ -358,7 +415,8 @@ class Sample(msgspec.Struct):
 
 
 def format_trajectory_id(group_index: int, episode_index: int) -> str:
-    """Return the trajectory id of an episode: the same for every attempt, so that a repeated one is recognised."""
+    """Return the trajectory id of an episode: the same for every attempt, so that a repeated
+    one is recognised."""
     return f"g{group_index:08d}e{episode_index:04d}"
 
 
@@ -367,7 +425,11 @@ def is_trajectory_of_group(group_index: int, trajectory_id: str, group_size: int
     _, _, episode = trajectory_id.rpartition("e")
     # A longer number belongs to no episode, and takes time to parse.
     index = int(episode) if len(episode) <= 9 and episode.isascii() and episode.isdigit() else -1
-    return 0 <= index < group_size and group_index >= 0 and trajectory_id == format_trajectory_id(group_index, index)
+    return (
+        0 <= index < group_size
+        and group_index >= 0
+        and trajectory_id == format_trajectory_id(group_index, index)
+    )
 
 
 class Trajectory(msgspec.Struct):
@@ -376,8 +438,8 @@ class Trajectory(msgspec.Struct):
     Attributes:
         group_index: Number of the group, which counts leases.
         episode_index: Number of the episode among the G episodes of one prompt.
-        lineage: Lineage in which the versions of its tokens are counted (0: unknown). All processes of a start belong
-            to one lineage, and so does an episode.
+        lineage: Lineage in which the versions of its tokens are counted (0: unknown). All processes
+            of a start belong to one lineage, and so does an episode.
         metrics: Metrics that the environment reported of the turns, summed by name.
     """
 
@@ -406,6 +468,10 @@ class Trajectory(msgspec.Struct):
 
     @property
     def newest_version(self) -> int:
-        """The newest version of the weights that sampled a trained token; -1 if there is no such token."""
+        """The newest version of the weights that sampled a trained token; -1 if there
+        is no such token."""
         sampled = (s.table["policy_version"][s.table["loss_mask"]] for s in self.samples)
-        return max((int(versions.max(initial=UNSAMPLED_VERSION)) for versions in sampled), default=UNSAMPLED_VERSION)
+        return max(
+            (int(versions.max(initial=UNSAMPLED_VERSION)) for versions in sampled),
+            default=UNSAMPLED_VERSION,
+        )

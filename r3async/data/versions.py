@@ -27,7 +27,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class VersionSpanRecorder:
-    """A recorder of the version spans of one running request; the engine stamps it while paused for an update."""
+    """A recorder of the version spans of one running request; the engine stamps it while
+    paused for an update."""
 
     def __init__(self, version: int):
         self._version = version
@@ -41,11 +42,13 @@ class VersionSpanRecorder:
         """
         if new_version < self._version or tokens_so_far < self._start:
             raise ValueError(
-                f"version span goes backwards: version {self._version} -> {new_version}, token {self._start} -> {tokens_so_far}"
+                f"version span goes backwards: version {self._version} -> {new_version}, token "
+                f"{self._start} -> {tokens_so_far}"
             )
         if tokens_so_far > self._start:
             self._spans.append(VersionSpan(self._version, self._start, tokens_so_far))
-        self._start, self._version = tokens_so_far, new_version
+        self._start = tokens_so_far
+        self._version = new_version
 
     def finish_spans(self, total_tokens: int) -> list[VersionSpan]:
         """Return all spans, which cover `0..total_tokens` without a gap.
@@ -81,8 +84,8 @@ class RunStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         lineage: Number of its lineage.
-        parent: Lineage of the weights that it began with. `UNKNOWN_LINEAGE` if it began with version 0, the start
-            model, or with a checkpoint of a release without lineages.
+        parent: Lineage of the weights that it began with. `UNKNOWN_LINEAGE` if it began with
+            version 0, the start model, or with a checkpoint of a release without lineages.
         version: Version of these weights.
         model: Fingerprint of the start model.
         origin: Run whose checkpoint it began with, if that was another run.
@@ -99,9 +102,9 @@ class Lineage(msgspec.Struct, frozen=True):
     """A start of a run, and the versions of other lineages that belong to its past.
 
     Attributes:
-        past: Last version of each other lineage that belongs to this one's past too. For an ancestor, it is the version
-            at which the next lineage branched off; for another lineage that began with the same weights, the version
-            that it began with.
+        past: Last version of each other lineage that belongs to this one's past too. For an
+            ancestor, it is the version at which the next lineage branched off; for another lineage
+            that began with the same weights, the version that it began with.
     """
 
     number: int = UNKNOWN_LINEAGE
@@ -111,7 +114,12 @@ class Lineage(msgspec.Struct, frozen=True):
     past: dict[int, int] = {}
 
     def rejection_reason(
-        self, lineage: int, newest_version: int, learner_version: int, *, from_earlier_start: bool = False
+        self,
+        lineage: int,
+        newest_version: int,
+        learner_version: int,
+        *,
+        from_earlier_start: bool = False,
     ) -> str:
         """Return why this lineage must not train certain tokens; "" if it may.
 
@@ -119,12 +127,16 @@ class Lineage(msgspec.Struct, frozen=True):
             lineage: Lineage of the tokens.
             newest_version: Newest version that sampled any of them; -1 if none did.
             learner_version: Version that the learner is at.
-            from_earlier_start: True if the tokens were stored before this lineage began, and so cannot belong to it.
+            from_earlier_start: True if the tokens were stored before this lineage began, and so
+                cannot belong to it.
         """
         if lineage == self.number and not from_earlier_start and lineage != UNKNOWN_LINEAGE:
             if newest_version <= learner_version:
                 return ""
-            return f"it was sampled by version {newest_version}, and the learner is at version {learner_version}"
+            return (
+                f"it was sampled by version {newest_version}, and the learner is at version "
+                f"{learner_version}"
+            )
         last = self.past.get(lineage, -1)
         if lineage == UNKNOWN_LINEAGE or lineage not in self.past:
             named = "no lineage" if lineage == UNKNOWN_LINEAGE else f"lineage {lineage}"
@@ -132,14 +144,15 @@ class Lineage(msgspec.Struct, frozen=True):
         if newest_version <= last:
             return ""
         return (
-            f"it was sampled by version {newest_version} of lineage {lineage}, which a resume took back: lineage "
-            f"{self.number} knows that lineage up to version {last}"
+            f"it was sampled by version {newest_version} of lineage {lineage}, which a resume took "
+            f"back: lineage {self.number} knows that lineage up to version {last}"
         )
 
     def start_child(
         self, starts: Sequence[RunStart], version: int, model: str, origin: str = ""
     ) -> tuple[Lineage, RunStart]:
-        """Return the lineage that begins now with a version of this one, and its entry among the starts.
+        """Return the lineage that begins now with a version of this one, and its entry
+        among the starts.
 
         The child of `Lineage()` is the first of its line.
 
@@ -163,7 +176,9 @@ class Lineage(msgspec.Struct, frozen=True):
             if same:
                 past[start.lineage] = start.version
         number = 1 + max([self.number, *past, *(s.lineage for s in starts)])
-        return Lineage(number, self.number, version, past), RunStart(number, self.number, version, model, origin)
+        return Lineage(number, self.number, version, past), RunStart(
+            number, self.number, version, model, origin
+        )
 
 
 FIRST_LINEAGE = Lineage(1)

@@ -40,7 +40,8 @@ from r3async.data.wire_frames import (
 from r3async.data.wire_tables import decode_table, encode_table
 
 WIRE_VERSION = 8
-"""Version of the wire format. It changes when an older peer would misread a message; both ends must have the same."""
+"""Version of the wire format. It changes when an older peer would misread a message; both ends
+must have the same."""
 MAX_HEADER_BYTES = 4 * 2**20
 """Maximum bytes of a trajectory's header. The preview text is the part of it that grows."""
 
@@ -50,11 +51,14 @@ MAX_TRAJECTORY_FRAMES = 4096
 """Maximum number of frames of a trajectory."""
 
 
-class TrajectoryHeader(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
+class TrajectoryHeader(
+    msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True
+):
     """First frame of a trajectory.
 
     Attributes:
-        checksum: Checksum of `packed` as it is here, and then of every column frame, in order (`compute_checksum`).
+        checksum: Checksum of `packed` as it is here, and then of every column frame, in order
+            (`compute_checksum`).
         nbytes: Bytes of the body when it is unpacked.
         packed: Body of the trajectory, packed.
     """
@@ -67,19 +71,25 @@ class TrajectoryHeader(msgspec.Struct, tag="trajectory", tag_field="kind", froze
 
     @property
     def body(self) -> bytes:
-        """The trajectory in msgpack, with headers in place of tables. Raises `WireError` if it cannot be unpacked."""
+        """The trajectory in msgpack, with headers in place of tables. Raises `WireError` if it
+        cannot be unpacked."""
         return decompress_lz4(self.packed, self.nbytes)
 
 
-def encode_trajectory_header(body: bytes, frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> bytes:
+def encode_trajectory_header(
+    body: bytes, frames: Sequence[Frame], schema: TokenSchema = SCHEMA
+) -> bytes:
     """Return the header for a body and the column frames that follow it."""
     packed = compress_lz4(body)
-    header = TrajectoryHeader(WIRE_VERSION, schema.fingerprint, compute_checksum([packed, *frames]), len(body), packed)
+    header = TrajectoryHeader(
+        WIRE_VERSION, schema.fingerprint, compute_checksum([packed, *frames]), len(body), packed
+    )
     return msgspec.msgpack.encode(header)
 
 
 class InvalidTrajectoryError(WireError):
-    """Error for a trajectory that arrived intact, checksum included, with values that no trajectory may have.
+    """Error for a trajectory that arrived intact, checksum included, with values that no
+    trajectory may have.
 
     It does not help to send it again.
     """
@@ -94,7 +104,8 @@ class _AnyVersionHeader(msgspec.Struct):
 def read_trajectory_header(frame: Frame) -> TrajectoryHeader:
     """Return the header in a frame.
 
-    Raises `WireError` if the frame holds no header, or one of another version, which may have other fields.
+    Raises `WireError` if the frame holds no header, or one of another version, which may
+    have other fields.
     """
     view = byte_view(frame)
     try:
@@ -116,8 +127,9 @@ def encode_trajectory(
 ) -> list[bytes | memoryview]:
     """Return the header and column frames of a trajectory whose tables have `schema`.
 
-    Columns of choices are encoded in the form `routes`. The frames alias the trajectory's arrays: do not change them
-    while the frames are in use. Raises `WireError` for anything that `decode_trajectory` would refuse at the other end.
+    Columns of choices are encoded in the form `routes`. The frames alias the trajectory's arrays:
+    do not change them while the frames are in use. Raises `WireError` for anything that
+    `decode_trajectory` would refuse at the other end.
     """
     _check_trajectory_values(trajectory)
     parts: list[bytes | memoryview] = []
@@ -128,7 +140,10 @@ def encode_trajectory(
         if not isinstance(value, TokenTable):
             raise WireError(f"a {type(value).__name__} cannot be sent")
         if value.schema is not schema and value.schema.fingerprint != schema.fingerprint:
-            raise WireError(f"a table has schema {value.schema.fingerprint}, the connection has {schema.fingerprint}")
+            raise WireError(
+                f"a table has schema {value.schema.fingerprint}, the connection has "
+                f"{schema.fingerprint}"
+            )
         return encode_table(value, schema, routes, parts)
 
     try:
@@ -136,9 +151,13 @@ def encode_trajectory(
     except WireError:
         raise
     except (ValueError, TypeError, OverflowError) as error:
-        raise WireError(f"trajectory {trajectory.trajectory_id!r} cannot be encoded: {error}") from error
+        raise WireError(
+            f"trajectory {trajectory.trajectory_id!r} cannot be encoded: {error}"
+        ) from error
     if len(body) > MAX_HEADER_BYTES:
-        raise WireError(f"the header takes {len(body)} bytes, more than {MAX_HEADER_BYTES}: shorten the preview")
+        raise WireError(
+            f"the header takes {len(body)} bytes, more than {MAX_HEADER_BYTES}: shorten the preview"
+        )
     frames = frame_parts(parts)
     return [encode_trajectory_header(body, frames, schema), *frames]
 
@@ -146,9 +165,9 @@ def encode_trajectory(
 def decode_trajectory(frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> Trajectory:
     """Decode the trajectory in `frames`.
 
-    Its arrays are read-only views that keep the frames alive; routes that were packed stay packed. Raises `WireError`,
-    and nothing else, for any bytes that are not exactly one trajectory of `schema`. It does not check whether the
-    trajectory can be trained: see `schedule.validation`.
+    Its arrays are read-only views that keep the frames alive; routes that were packed stay packed.
+    Raises `WireError`, and nothing else, for any bytes that are not exactly one trajectory of
+    `schema`. It does not check whether the trajectory can be trained: see `schedule.validation`.
     """
     views = [byte_view(frame) for frame in frames]
     if not views:
@@ -156,7 +175,8 @@ def decode_trajectory(frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> 
     header = read_trajectory_header(views[0])
     if header.schema != schema.fingerprint:
         raise WireError(
-            f"schema {header.schema!r}, expected {schema.fingerprint!r}: both ends must run the same columns"
+            f"schema {header.schema!r}, expected {schema.fingerprint!r}: both ends must run "
+            "the same columns"
         )
     parts = PartReader(views[1:])
     trajectory = decode_wire_struct(
@@ -174,20 +194,28 @@ def decode_trajectory(frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> 
 
 
 def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
-    """Return the bytes that a trajectory takes in memory while its raw columns are views of `frames`.
+    """Return the bytes that a trajectory takes in memory while its raw columns are
+    views of `frames`.
 
     They are those of the frames, and of everything that was unpacked.
     """
     unpacked = read_trajectory_header(frames[0]).nbytes
     for sample in trajectory.samples:
         columns = sample.table.schema.columns
-        unpacked += sum(column.nbytes for name, column in sample.table.stored_items() if columns[name].compressible)
+        unpacked += sum(
+            column.nbytes
+            for name, column in sample.table.stored_items()
+            if columns[name].compressible
+        )
     return sum(map(len, frames)) + unpacked
 
 
 def _check_trajectory_values(trajectory: Trajectory) -> None:
     """Check the values that types do not constrain and no other code checks. Raises `WireError`."""
     if not 0 < len(trajectory.trajectory_id) <= MAX_ID_CHARS:
-        raise WireError(f"a trajectory id has 1 to {MAX_ID_CHARS} characters, not {len(trajectory.trajectory_id)}")
+        raise WireError(
+            f"a trajectory id has 1 to {MAX_ID_CHARS} characters, not "
+            f"{len(trajectory.trajectory_id)}"
+        )
     if not (math.isfinite(trajectory.started_at) and math.isfinite(trajectory.finished_at)):
         raise WireError("started_at or finished_at is not finite")

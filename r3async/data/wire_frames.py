@@ -20,8 +20,9 @@ from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.world import MAX_FRAME
 
 PIECE_BYTES = MAX_FRAME
-"""Maximum bytes of a frame on the wire. Larger frames are cut into pieces, so that no more than this has to be accepted
-from a peer that has not been admitted yet: ZeroMQ has one limit for all peers, from the first byte of a connection."""
+"""Maximum bytes of a frame on the wire. Larger frames are cut into pieces, so that no more than
+this has to be accepted from a peer that has not been admitted yet: ZeroMQ has one limit for all
+peers, from the first byte of a connection."""
 
 T = TypeVar("T")
 
@@ -30,7 +31,8 @@ Frame = Any
 
 
 class WireError(ValueError):
-    """Error for bytes, or a trajectory to encode, that do not fit the wire format; the message says where and why."""
+    """Error for bytes, or a trajectory to encode, that do not fit the wire format; the message
+    says where and why."""
 
 
 IS_LITTLE_ENDIAN = sys.byteorder == "little"
@@ -38,12 +40,16 @@ IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 @functools.cache
 def little_endian_dtype(dtype: str | np.dtype) -> np.dtype:
-    """Return the dtype in little-endian order, cached: making one in NumPy takes as long as reading a column."""
+    """Return the dtype in little-endian order, cached: making one in NumPy takes as long as
+    reading a column."""
     return np.dtype(dtype).newbyteorder("<")
 
 
-def decode_wire_struct(data: Any, kind: type[T], what: str, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """Decode msgpack as a type. Raises `WireError`, and nothing else, for any other bytes; `what` names them in it."""
+def decode_wire_struct(
+    data: Any, kind: type[T], what: str, dec_hook: Callable[[type, Any], Any] | None = None
+) -> T:
+    """Decode msgpack as a type. Raises `WireError`, and nothing else, for any other bytes; `what`
+    names them in it."""
     try:
         return decode_msgpack(data, kind, dec_hook)
     except MalformedError as error:
@@ -60,7 +66,8 @@ def compress_lz4(data: bytes) -> bytes:
 
 
 def decompress_lz4(block: bytes | memoryview, size: int) -> bytes:
-    """Return exactly `size` decompressed bytes, or raise `WireError`; nothing larger is ever allocated."""
+    """Return exactly `size` decompressed bytes, or raise `WireError`; nothing larger
+    is ever allocated."""
     try:
         data = lz4.block.decompress(block, uncompressed_size=size) if size else bytes(block)
     except (lz4.block.LZ4BlockError, ValueError) as error:
@@ -74,8 +81,8 @@ class BlockLayout(NamedTuple):
     """Layout of a packed block, which holds columns of one value a token.
 
     Attributes:
-        columns: Name of each column, its dtype (little-endian), and the bytes before it in a row of the block. Wide
-            columns come first, so that each is aligned.
+        columns: Name of each column, its dtype (little-endian), and the bytes before it in a row of
+            the block. Wide columns come first, so that each is aligned.
         row_bytes: Bytes of a row of the block.
         bool_count: Number of bool columns, which come last, so that they are checked together.
     """
@@ -89,27 +96,37 @@ def lay_out_block(columns: Iterable[tuple[str, np.dtype]]) -> BlockLayout:
     """Return the layout of a block of columns, given by name and dtype."""
     ordered = sorted(columns, key=lambda column: (-column[1].itemsize, column[1].kind == "b"))
     offsets = list(itertools.accumulate((dtype.itemsize for _, dtype in ordered), initial=0))
-    placed = [(name, little_endian_dtype(dtype), at) for (name, dtype), at in zip(ordered, offsets, strict=False)]
+    placed = [
+        (name, little_endian_dtype(dtype), at)
+        for (name, dtype), at in zip(ordered, offsets, strict=False)
+    ]
     return BlockLayout(tuple(placed), offsets[-1], sum(dtype.kind == "b" for _, dtype in ordered))
 
 
 def pack_columns(columns: Mapping[str, np.ndarray], block: BlockLayout) -> bytes:
-    """Return columns, `[rows]` each, as a packed block. Raises `WireError` for a bool that is neither 0 nor 1."""
-    # `Any`: the type of an array does not say that it is a buffer. Making its `data` takes longer than reading it.
+    """Return columns, `[rows]` each, as a packed block. Raises `WireError` for a bool that is
+    neither 0 nor 1."""
+    # `Any`: the type of an array does not say that it is a buffer. Making its `data` takes longer
+    # than reading it.
     laid: list[Any] = [_to_little_endian(columns[name]) for name, _, _ in block.columns]
     data = b"".join(laid)
     _check_bools(data, block)
     return compress_lz4(data)
 
 
-def unpack_columns(packed: bytes | memoryview, block: BlockLayout, rows: int) -> dict[str, np.ndarray]:
+def unpack_columns(
+    packed: bytes | memoryview, block: BlockLayout, rows: int
+) -> dict[str, np.ndarray]:
     """Return the columns of a packed block by name, each `[rows]`, read-only and aligned.
 
-    Nothing larger than they are is ever allocated. Raises `WireError` for bytes that do not hold exactly these columns.
+    Nothing larger than they are is ever allocated. Raises `WireError` for bytes that do not hold
+    exactly these columns.
     """
     data = decompress_lz4(packed, rows * block.row_bytes)
     _check_bools(data, block)
-    return {name: np.ndarray(rows, dtype, data, rows * offset) for name, dtype, offset in block.columns}
+    return {
+        name: np.ndarray(rows, dtype, data, rows * offset) for name, dtype, offset in block.columns
+    }
 
 
 def _check_bools(data: bytes, block: BlockLayout) -> None:
@@ -138,7 +155,8 @@ def compute_checksum(buffers: Iterable[Any]) -> int:
 
 
 MAX_JOINED_BYTES = 2**15
-"""Bytes up to which a part is copied into one frame with its neighbours, which costs less than a separate frame."""
+"""Bytes up to which a part is copied into one frame with its neighbours, which costs less than
+a separate frame."""
 FRAME_ALIGNMENT = 8
 
 
@@ -170,18 +188,22 @@ class PartReader:
     """A reader of the parts in frames of `frame_parts`, given the size of each part."""
 
     def __init__(self, frames: Sequence[memoryview]):
-        self._frames, self._next = frames, 0
-        self._frame, self._at = memoryview(b""), 0
+        self._frames = frames
+        self._next = 0
+        self._frame = memoryview(b"")
+        self._at = 0
 
     def read_part(self, size: int, what: str) -> memoryview:
-        """Return the next part. Raises `WireError` if the frames do not have it; `what` is its name for the message."""
+        """Return the next part. Raises `WireError` if the frames do not have it; `what` is its name
+        for the message."""
         if not size:
             return self._frame[:0]
         start = align_offset(self._at)
         if start >= len(self._frame):
             if self._next == len(self._frames):
                 raise WireError(f"only {len(self._frames)} column frames, no frame for {what!r}")
-            self._frame, start = self._frames[self._next], 0
+            self._frame = self._frames[self._next]
+            start = 0
             self._next += 1
         self._at = start + size
         part = self._frame[start : self._at]
@@ -198,14 +220,16 @@ class PartReader:
         """Raise `WireError` if anything is left."""
         if self._next < len(self._frames) or self._at < len(self._frame):
             raise WireError(
-                f"{len(self._frames)} column frames, but the header describes {self._next}, and {self._at} bytes of the last"
+                f"{len(self._frames)} column frames, but the header describes {self._next}, and "
+                f"{self._at} bytes of the last"
             )
 
 
 def split_frames(frames: Sequence[Frame]) -> list[Frame]:
     """Return frames as they travel, in pieces.
 
-    Each frame becomes consecutive views of `PIECE_BYTES` bytes, and then a shorter one, possibly empty, as its end.
+    Each frame becomes consecutive views of `PIECE_BYTES` bytes, and then a shorter one, possibly
+    empty, as its end.
     """
     pieces: list[Frame] = []
     for frame in frames:
@@ -238,7 +262,9 @@ def byte_view(frame: Frame) -> memoryview:
         # An empty view cannot be cast.
         return view.cast("B") if view.nbytes else memoryview(b"")
     except (TypeError, ValueError) as error:
-        raise WireError(f"a frame is contiguous bytes, not {type(frame).__name__}: {error}") from error
+        raise WireError(
+            f"a frame is contiguous bytes, not {type(frame).__name__}: {error}"
+        ) from error
 
 
 CRC_BYTES = 4

@@ -31,17 +31,26 @@ class WriteSizes(NamedTuple):
         A checkpoint of adapters (`learner.lora`) is too small to count: 0.
         """
         trained = 0 if config.learner.lora.rank else parameters
-        return cls(DTYPE_BYTES[config.generator.dtype] * parameters, CHECKPOINT_BYTES_PER_PARAMETER * trained)
+        return cls(
+            DTYPE_BYTES[config.generator.dtype] * parameters,
+            CHECKPOINT_BYTES_PER_PARAMETER * trained,
+        )
 
 
 UNKNOWN_SIZES = WriteSizes(0, 0)
-"""Sizes of a model about which nothing is known: each time limit is then the one that any model has."""
+"""Sizes of a model about which nothing is known: each time limit is then the one
+that any model has."""
 
 
-def read_write_sizes(config: Config, model_path: Path, *, files: Files = REAL_WORLD.files) -> WriteSizes:
-    """Return the sizes for the model in a directory; `UNKNOWN_SIZES` if its `config.json` does not tell its shape."""
+def read_write_sizes(
+    config: Config, model_path: Path, *, files: Files = REAL_WORLD.files
+) -> WriteSizes:
+    """Return the sizes for the model in a directory; `UNKNOWN_SIZES` if its `config.json` does
+    not tell its shape."""
     try:
-        shape = parse_model_shape(decode_python_json(read_file(model_path / "config.json", files=files)))
+        shape = parse_model_shape(
+            decode_python_json(read_file(model_path / "config.json", files=files))
+        )
     except (OSError, MalformedError, ModelShapeError):
         return UNKNOWN_SIZES
     return WriteSizes.for_model(config, shape.num_parameters)

@@ -1,7 +1,8 @@
-"""Rows from Arrow data: parquet files, and datasets of the library `datasets`, on disk or of the Hugging Face hub.
+"""Rows from Arrow data: parquet files, and datasets of the library `datasets`, on disk or of the
+Hugging Face hub.
 
-Arrow gives all objects of a column the keys of each, with null where an object has no such key. These keys are left
-out, so that an object is what was written, as it is in a file of JSON lines.
+Arrow gives all objects of a column the keys of each, with null where an object has no such key.
+These keys are left out, so that an object is what was written, as it is in a file of JSON lines.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ Row = dict[str, Any]
 VALUE_OVERHEAD_BYTES = 64
 """Bytes of memory that a value takes besides its content."""
 BATCH_ROWS = 256
-UNCHECKED_BYTES, MAX_EXPANSION_RATIO = 64 * 2**20, 1000
-"""Limits of the memory that the rows of a parquet file or of the hub may take: the former in bytes, or the latter times
-the bytes of their source, whichever is more."""
-DATASET_FILE, DATASET_DICT_FILE = "state.json", "dataset_dict.json"
-"""Files that `save_to_disk` writes into the directory of a dataset, and of one with several splits."""
+UNCHECKED_BYTES = 64 * 2**20
+MAX_EXPANSION_RATIO = 1000
+"""Limits of the memory that the rows of a parquet file or of the hub may take: the former in bytes,
+or the latter times the bytes of their source, whichever is more."""
+DATASET_FILE = "state.json"
+DATASET_DICT_FILE = "dataset_dict.json"
+"""Files that `save_to_disk` writes into the directory of a dataset, and of one
+with several splits."""
 
 
 def read_parquet_rows(file: Path) -> Iterator[Row]:
     """Yield the rows of a parquet file.
 
-    Raises `ConfigError` for rows that take far more memory than the file has bytes. This is known before they are
-    decoded: from the sizes in the file's metadata, and because a text that occurs often is decoded once.
+    Raises `ConfigError` for rows that take far more memory than the file has bytes. This is known
+    before they are decoded: from the sizes in the file's metadata, and because a text that occurs
+    often is decoded once.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -49,7 +54,8 @@ def read_parquet_rows(file: Path) -> Iterator[Row]:
             check_expansion(file, size, values * VALUE_OVERHEAD_BYTES + bytes_of_columns)
             schema = table.schema
             texts = [schema.column(at) for at in range(len(schema))]
-        # A dictionary has each text once, even where a row, or a list in a row, repeats it a million times.
+        # A dictionary has each text once, even where a row, or a list in a row, repeats it
+        # a million times.
         paths = [text.path for text in texts if text.physical_type == "BYTE_ARRAY"]
         with ParquetFile(file, read_dictionary=paths) as table:
             yield from convert_batches(table.iter_batches(BATCH_ROWS), file, size)
@@ -58,7 +64,8 @@ def read_parquet_rows(file: Path) -> Iterator[Row]:
 
 
 def read_dataset_rows(rows: Dataset, source: Path | str, size: int) -> Iterator[Row]:
-    """Yield the rows of a dataset of the library `datasets`. Raises `ConfigError` as `convert_batches` does."""
+    """Yield the rows of a dataset of the library `datasets`. Raises `ConfigError` as
+    `convert_batches` does."""
     tables = rows.with_format("arrow").iter(BATCH_ROWS)
     batches = (batch for table in tables for batch in table.to_batches())
     yield from convert_batches(batches, source, size)
@@ -69,12 +76,16 @@ def is_saved_dataset(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (DATASET_FILE, DATASET_DICT_FILE))
 
 
-def convert_batches(batches: Iterable[pyarrow.RecordBatch], source: Path | str, size: int) -> Iterator[Row]:
-    """Yield the rows of record batches as plain data. Raises `ConfigError` for rows that take far more memory than
-    `source` has bytes (`size`)."""
+def convert_batches(
+    batches: Iterable[pyarrow.RecordBatch], source: Path | str, size: int
+) -> Iterator[Row]:
+    """Yield the rows of record batches as plain data. Raises `ConfigError` for rows that take far
+    more memory than `source` has bytes (`size`)."""
     used = 0
     for batch in batches:
-        columns = {name: _convert_array(batch.column(at)) for at, name in enumerate(batch.schema.names)}
+        columns = {
+            name: _convert_array(batch.column(at)) for at, name in enumerate(batch.schema.names)
+        }
         for at in range(batch.num_rows):
             row = {name: values[at] for name, values in columns.items()}
             used += estimate_memory(row)
@@ -86,23 +97,34 @@ def _convert_array(array: pyarrow.Array) -> list[Any]:
     """Return the values of an array. Null keys of objects are left out."""
     import pyarrow
 
-    kind, types = array.type, pyarrow.types
+    kind = array.type
+    types = pyarrow.types
     if isinstance(kind, pyarrow.JsonType):
-        return [None if text is None else _decode_json_value(text) for text in _convert_array(array.storage)]
+        return [
+            None if text is None else _decode_json_value(text)
+            for text in _convert_array(array.storage)
+        ]
     if types.is_dictionary(kind):
         used = array.indices.unique().drop_null()
-        values = dict(zip(used.to_pylist(), _convert_array(array.dictionary.take(used)), strict=True))
+        values = dict(
+            zip(used.to_pylist(), _convert_array(array.dictionary.take(used)), strict=True)
+        )
         return [values.get(index) for index in array.indices.to_pylist()]
     valid = array.is_valid().to_pylist()
     if types.is_struct(kind):
-        fields = {field.name: _convert_array(inner) for field, inner in zip(kind, array.flatten(), strict=True)}
+        fields = {
+            field.name: _convert_array(inner)
+            for field, inner in zip(kind, array.flatten(), strict=True)
+        }
         objects = (
-            {name: values[at] for name, values in fields.items() if values[at] is not None} for at in range(len(array))
+            {name: values[at] for name, values in fields.items() if values[at] is not None}
+            for at in range(len(array))
         )
         return [inner if known else None for inner, known in zip(objects, valid, strict=True)]
     if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
         ends = array.offsets.to_pylist()
-        first, last = ends[0], ends[-1]
+        first = ends[0]
+        last = ends[-1]
         parts = (array.keys, array.items) if types.is_map(kind) else (array.values,)
         inner = [_convert_array(part.slice(first, last - first)) for part in parts]
         cut = [[part[a - first : b - first] for part in inner] for a, b in itertools.pairwise(ends)]
@@ -110,7 +132,10 @@ def _convert_array(array: pyarrow.Array) -> list[Any]:
         return [each if known else None for each, known in zip(made, valid, strict=True)]
     if types.is_fixed_size_list(kind):
         inner_values = iter(_convert_array(array.flatten()))
-        return [[next(inner_values) for _ in range(kind.list_size)] if known else None for known in valid]
+        return [
+            [next(inner_values) for _ in range(kind.list_size)] if known else None
+            for known in valid
+        ]
     return [to_plain_value(value) for value in array.to_pylist()]
 
 
@@ -123,12 +148,12 @@ def _decode_json_value(text: str) -> Any:
 
 
 def check_expansion(source: Path | str, size: int, used: int) -> None:
-    """Raise `ConfigError` for rows that take far more memory than their source has bytes: a few hundred bytes can
-    become gigabytes."""
+    """Raise `ConfigError` for rows that take far more memory than their source has bytes: a few
+    hundred bytes can become gigabytes."""
     if used > max(UNCHECKED_BYTES, MAX_EXPANSION_RATIO * size):
         raise ConfigError(
-            f"`data.path`: {source} has {size} bytes and its rows take {used} and more, so it holds the same over and "
-            "over: write the rows that you mean as .jsonl"
+            f"`data.path`: {source} has {size} bytes and its rows take {used} and more, so it "
+            "holds the same over and over: write the rows that you mean as .jsonl"
         )
 
 

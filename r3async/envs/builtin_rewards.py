@@ -20,19 +20,27 @@ def reward_contains(completion: str, answer: str) -> float:
 
 
 def reward_number(completion: str, answer: str) -> float:
-    r"""Return 1 if both texts say the same number, to one part in a million, else 0. The number of a text is the one in
-    its last `\boxed{}`, else the one after its last `####`, else its last number."""
-    said, wanted = find_last_number(completion), find_last_number(answer)
-    return float(said is not None and wanted is not None and math.isclose(said, wanted, rel_tol=1e-6, abs_tol=1e-9))
+    r"""Return 1 if both texts say the same number, to one part in a million, else 0. The
+    number of a text is the one in its last `\boxed{}`, else the one after its last `####`,
+    else its last number."""
+    said = find_last_number(completion)
+    wanted = find_last_number(answer)
+    return float(
+        said is not None
+        and wanted is not None
+        and math.isclose(said, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    )
 
 
 def find_last_number(text: str) -> float | None:
-    """Return the number that a text says (see `reward_number`), or None if there is none. Commas between thousands are
-    ignored."""
+    """Return the number that a text says (see `reward_number`), or None if there is none. Commas
+    between thousands are ignored."""
     for mark in (r"\boxed{", "####"):
         _, there, after = text.rpartition(mark)
-        if there and (found := _NUMBER_PATTERN.search(after.partition("}")[0] if mark != "####" else after)):
-            return _parse_number(found.group())
+        if there:
+            found = _NUMBER_PATTERN.search(after.partition("}")[0] if mark != "####" else after)
+            if found:
+                return _parse_number(found.group())
     every = _NUMBER_PATTERN.findall(text)
     return _parse_number(every[-1]) if every else None
 

@@ -1,5 +1,5 @@
-"""The environment `dataset`: the user's rows as one-turn tasks, with rewards for the answers (`data` and `reward` of a
-configuration)."""
+"""The environment `dataset`: the user's rows as one-turn tasks, with rewards for the answers
+(`data` and `reward` of a configuration)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ from r3async.world.processes import run_on_shared_loop
 
 
 class DatasetEnvironment:
-    """An environment that poses one row per episode; the task seed is the row's number. It is created by `data=FILE`,
-    not named in a configuration.
+    """An environment that poses one row per episode; the task seed is the row's number. It is
+    created by `data=FILE`, not named in a configuration.
 
     Args:
-        make_worker: Factory of environments that judge answers in separate processes, with the rewards that may block.
+        make_worker: Factory of environments that judge answers in separate processes, with the
+            rewards that may block.
     """
 
     def __init__(
-        self, tasks: Sequence[DatasetTask], rewards: Sequence[RewardFunction], make_worker: EnvironmentFactory
+        self,
+        tasks: Sequence[DatasetTask],
+        rewards: Sequence[RewardFunction],
+        make_worker: EnvironmentFactory,
     ):
-        self._tasks, self._rewards, self._make_worker = tasks, rewards, make_worker
+        self._tasks = tasks
+        self._rewards = rewards
+        self._make_worker = make_worker
         self._task = tasks[0]
         self.takes_tokens = any(reward.needs_token_ids for reward in rewards)
 
@@ -66,9 +72,15 @@ class DatasetEnvironment:
         told = await compute_rewards(quick, asked) if quick else {}
         if len(quick) < len(self._rewards):
             told |= await self._reward_in_pool(asked)
-        worth = [reward.weight * told[reward.metric_name] for reward in self._rewards if reward.metric_name in told]
+        worth = [
+            reward.weight * told[reward.metric_name]
+            for reward in self._rewards
+            if reward.metric_name in told
+        ]
         if not worth:
-            raise EnvironmentProtocolError(f"{self._task.location}: no reward applies: all returned None")
+            raise EnvironmentProtocolError(
+                f"{self._task.location}: no reward applies: all returned None"
+            )
         return StepResult(sum(worth), done=True, metrics=told)
 
     async def _reward_in_pool(self, asked: RewardInputs) -> dict[str, float]:
@@ -79,14 +91,16 @@ class DatasetEnvironment:
 
 
 def _build_reward_inputs(task: DatasetTask, action: Action) -> RewardInputs:
-    prompt: Any = [m.to_template_dict() for m in task.messages] if task.is_chat else task.messages[0].content
+    prompt: Any = (
+        [m.to_template_dict() for m in task.messages] if task.is_chat else task.messages[0].content
+    )
     answer = None if task.answer is MISSING else task.answer
     return RewardInputs(action.text, prompt, task.row, answer, action.token_ids)
 
 
 class RewardWorker:
-    """An environment, in a process of the pool, that judges one answer with the blocking rewards. The answer is
-    `RewardInputs` in JSON; the rewards are returned as metrics.
+    """An environment, in a process of the pool, that judges one answer with the blocking rewards.
+    The answer is `RewardInputs` in JSON; the rewards are returned as metrics.
 
     Args:
         objects: Pickled rewards that belong to no module, by name.
@@ -119,12 +133,20 @@ class DatasetFactory:
         self._rewards = load_rewards(data)
         self._tasks = load_part_tasks(data)
         quick = {reward.name for reward in self._rewards if reward.is_nonblocking}
-        slow = [msgspec.to_builtins(each) for each in parse_rewards(data.reward) if each.name not in quick]
+        slow = [
+            msgspec.to_builtins(each)
+            for each in parse_rewards(data.reward)
+            if each.name not in quick
+        ]
         objects = {
-            fn.partition(":")[2]: get_pickled_object(fn, "reward") for each in slow if is_object_name(fn := each["fn"])
+            fn.partition(":")[2]: get_pickled_object(fn, "reward")
+            for each in slow
+            if is_object_name(fn := each["fn"])
         }
         judging = {"rewards": slow, "objects": objects}
-        self._make_worker = make_pooled_factory("r3async.envs.dataset:RewardWorker", judging, config, has_oracle=False)
+        self._make_worker = make_pooled_factory(
+            "r3async.envs.dataset:RewardWorker", judging, config, has_oracle=False
+        )
 
     def __call__(self) -> DatasetEnvironment:
         return DatasetEnvironment(self._tasks, self._rewards, self._make_worker)
@@ -134,9 +156,12 @@ class DatasetFactory:
         return len(self._tasks)
 
     def drop_long_prompts(
-        self, count_tokens: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], max_tokens: int
+        self,
+        count_tokens: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int],
+        max_tokens: int,
     ) -> int:
-        """Keep the rows whose prompts have at most `max_tokens` tokens, and return the number of rows dropped.
+        """Keep the rows whose prompts have at most `max_tokens` tokens, and return the number
+        of rows dropped.
 
         Raises `ConfigError` if all rows are dropped, or if `count_tokens` raises `ValueError`.
 
@@ -149,13 +174,16 @@ class DatasetFactory:
                 lengths.append(count_tokens(task.messages, parse_tools(task)))
             except ValueError as error:  # raised by the chat template
                 raise ConfigError(f"{task.location}: {error}") from error
-        kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= max_tokens]
+        kept = [
+            task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= max_tokens
+        ]
         if not kept:
             raise ConfigError(
-                f"all {self.size} prompts are longer than `episode.max_prompt_tokens` = {max_tokens}; the shortest has "
-                f"{min(lengths)} tokens"
+                f"all {self.size} prompts are longer than `episode.max_prompt_tokens` = "
+                f"{max_tokens}; the shortest has {min(lengths)} tokens"
             )
-        dropped, self._tasks = self.size - len(kept), kept
+        dropped = self.size - len(kept)
+        self._tasks = kept
         return dropped
 
 

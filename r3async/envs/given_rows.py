@@ -1,4 +1,5 @@
-"""Rows that a program gives `r3async.train` in place of a path: a list of dicts, or a dataset of `datasets`."""
+"""Rows that a program gives `r3async.train` in place of a path: a list of dicts, or a
+dataset of `datasets`."""
 
 from __future__ import annotations
 
@@ -25,11 +26,16 @@ def encode_given_rows(value: Any, setting: str) -> bytes | None:
     datasets = sys.modules.get("datasets")  # without it, the value is no dataset
     if datasets is not None and isinstance(value, datasets.DatasetDict):
         raise ConfigError(
-            f"`{setting}` is a DatasetDict of the splits {', '.join(value)}: give one of them, and another as "
-            "`data.eval` to evaluate"
+            f"`{setting}` is a DatasetDict of the splits {', '.join(value)}: give one of them, and "
+            "another as `data.eval` to evaluate"
         )
-    if datasets is not None and isinstance(value, datasets.IterableDataset | datasets.IterableDatasetDict):
-        raise ConfigError(f"`{setting}` is a stream, and every row is read before a run: give list(rows.take(1000))")
+    if datasets is not None and isinstance(
+        value, datasets.IterableDataset | datasets.IterableDatasetDict
+    ):
+        raise ConfigError(
+            f"`{setting}` is a stream, and every row is read before a run: give "
+            "list(rows.take(1000))"
+        )
     if datasets is not None and isinstance(value, datasets.Dataset):
         return _encode_rows(read_dataset_rows(value, f"`{setting}`", sys.maxsize), setting)
     if isinstance(value, list | tuple) and all(isinstance(row, Mapping) for row in value):

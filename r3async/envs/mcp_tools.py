@@ -18,7 +18,14 @@ from typing import Any
 import msgspec
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs import Action, Environment, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    EnvironmentFailed,
+    Message,
+    StepResult,
+)
 from r3async.envs.pool import filter_variables
 from r3async.envs.tool_calls import run_tool_calls
 
@@ -27,8 +34,8 @@ SHUTDOWN_SECONDS = 10.0
 
 
 class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings of an MCP server: a `command` to start, or the `url` of a server that runs. Possible secrets in it
-    are never written anywhere, see `EnvConfig`.
+    """The settings of an MCP server: a `command` to start, or the `url` of a server that runs.
+    Possible secrets in it are never written anywhere, see `EnvConfig`.
 
     Attributes:
         command: Program and arguments, which run in `directory`.
@@ -46,19 +53,25 @@ class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if bool(self.command) == bool(self.url):
             raise ValueError("a server has a `command` or a `url`")
         if self.tools == []:
-            raise ValueError("`tools` = [] offers no tool of the server: name some, or leave it out for all")
+            raise ValueError(
+                "`tools` = [] offers no tool of the server: name some, or leave it out for all"
+            )
         if self.command and shutil.which(self.command[0]) is None:
             raise ValueError(f"`command` = {self.command[:1]} names no program")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError("`url` must begin with http:// or https://")
 
     def resolve_headers(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Return the `headers` with their variables filled in. Raises `ValueError` for a variable that does not
-        exist."""
+        """Return the `headers` with their variables filled in. Raises `ValueError` for a variable
+        that does not exist."""
         try:
-            return {name: Template(value).substitute(variables) for name, value in self.headers.items()}
+            return {
+                name: Template(value).substitute(variables) for name, value in self.headers.items()
+            }
         except KeyError as error:
-            raise ValueError(f"`headers` name {error.args[0]}, which is no variable of `environment`") from None
+            raise ValueError(
+                f"`headers` name {error.args[0]}, which is no variable of `environment`"
+            ) from None
 
 
 class McpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,14 +99,20 @@ class McpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`servers` names no server")
         for server in self.servers.values():
             server.resolve_headers(self.environment)
-        for name in ("calls", "calls_at_once", "call_timeout", "start_timeout", "output_characters"):
+        for name in (
+            "calls",
+            "calls_at_once",
+            "call_timeout",
+            "start_timeout",
+            "output_characters",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` = {getattr(self, name)!r} must be above 0")
 
 
 def make_mcp(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """Return a factory of environments with MCP tools. Raises `ConfigError` for wrong `env.args`, an unknown TASK, or
-    if the package `mcp` is missing."""
+    """Return a factory of environments with MCP tools. Raises `ConfigError` for wrong `env.args`,
+    an unknown TASK, or if the package `mcp` is missing."""
     from r3async.envs.factory import build_environment_factory, import_optional_package
 
     import_optional_package("mcp", config, extra="mcp")
@@ -101,26 +120,30 @@ def make_mcp(target: str, config: EnvConfig) -> EnvironmentFactory:
         settings = msgspec.convert(config.reveal_args(), McpConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"`env.args` of {config.name!r}: {error}") from error
-    inner = build_environment_factory(msgspec.structs.replace(config, name=target, args=settings.task))
+    inner = build_environment_factory(
+        msgspec.structs.replace(config, name=target, args=settings.task)
+    )
     return lambda: McpEnvironment(inner(), settings, filter_variables(config.variables))
 
 
 class McpServers:
-    """The MCP servers of one episode, from `start` to `stop`. A separate task holds the connections, because the task
-    that opened them must close them."""
+    """The MCP servers of one episode, from `start` to `stop`. A separate task holds the
+    connections, because the task that opened them must close them."""
 
     def __init__(self, settings: McpConfig, variables: Mapping[str, str]):
         self.tools: list[dict[str, Any]] = []
         self._settings = settings
         self._variables = {**variables, **settings.environment}
         self._tool_owners: dict[str, tuple[Any, str]] = {}
-        """Client of each tool and the tool's name on its server, by the name that the policy knows."""
-        self._is_started, self._stop_requested = False, asyncio.Event()
+        """Client of each tool and the tool's name on its server, by the name that
+        the policy knows."""
+        self._is_started = False
+        self._stop_requested = asyncio.Event()
         self._connection_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the servers. Raises `EnvironmentFailed` for a server that does not start in time, or a tool name that
-        occurs twice."""
+        """Start the servers. Raises `EnvironmentFailed` for a server that does not start in time,
+        or a tool name that occurs twice."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
         self._connection_task = asyncio.create_task(self._run_connections(started))
@@ -131,10 +154,14 @@ class McpServers:
         if started in done:
             return
         why = f"took longer than `start_timeout` = {seconds:g} s"
-        if self._connection_task in done and (error := self._connection_task.exception()) is not None:
-            why = f"failed: {_describe_root_cause(error)}"
+        if self._connection_task in done:
+            error = self._connection_task.exception()
+            if error is not None:
+                why = f"failed: {_describe_root_cause(error)}"
         await self.stop()
-        raise EnvironmentFailed(f"the MCP servers {', '.join(self._settings.servers)} could not start: that {why}")
+        raise EnvironmentFailed(
+            f"the MCP servers {', '.join(self._settings.servers)} could not start: that {why}"
+        )
 
     async def _run_connections(self, started: asyncio.Future[None]) -> None:
         from mcp import Client
@@ -146,22 +173,31 @@ class McpServers:
                     if server.url
                     else self._open_stdio_transport(server, stack)
                 )
-                await self._register_tools(name, server, await stack.enter_async_context(Client(transport)))
+                await self._register_tools(
+                    name, server, await stack.enter_async_context(Client(transport))
+                )
             self._is_started = True
             started.set_result(None)
             await self._stop_requested.wait()
 
-    async def _open_stdio_transport(self, server: McpServerConfig, stack: contextlib.AsyncExitStack) -> Any:
+    async def _open_stdio_transport(
+        self, server: McpServerConfig, stack: contextlib.AsyncExitStack
+    ) -> Any:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
         errors = stack.enter_context(await asyncio.to_thread(open, os.devnull, "w"))
         parameters = StdioServerParameters(
-            command=server.command[0], args=server.command[1:], env=self._variables, cwd=server.directory or None
+            command=server.command[0],
+            args=server.command[1:],
+            env=self._variables,
+            cwd=server.directory or None,
         )
         return stdio_client(parameters, errlog=errors)
 
-    async def _open_http_transport(self, server: McpServerConfig, stack: contextlib.AsyncExitStack) -> Any:
+    async def _open_http_transport(
+        self, server: McpServerConfig, stack: contextlib.AsyncExitStack
+    ) -> Any:
         from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
         headers = server.resolve_headers(self._settings.environment)
@@ -169,43 +205,56 @@ class McpServers:
         return streamable_http_client(server.url, http_client=client)
 
     async def _register_tools(self, name: str, server: McpServerConfig, client: Any) -> None:
-        found, cursor = [], None
+        found = []
+        cursor = None
         while True:
             page = await client.list_tools(cursor=cursor)
             found += page.tools
-            if (cursor := page.next_cursor) is None:
+            cursor = page.next_cursor
+            if cursor is None:
                 break
-        if missing := sorted(set(server.tools or ()) - {tool.name for tool in found}):
+        missing = sorted(set(server.tools or ()) - {tool.name for tool in found})
+        if missing:
             raise EnvironmentFailed(f"server {name!r} has no tool {missing[0]!r}")
         for tool in found:
             if server.tools and tool.name not in server.tools:
                 continue
             if tool.name in self._tool_owners:
-                raise EnvironmentFailed(f"two servers have a tool {tool.name!r}: name the tools of each server")
+                raise EnvironmentFailed(
+                    f"two servers have a tool {tool.name!r}: name the tools of each server"
+                )
             self._tool_owners[tool.name] = (client, tool.name)
-            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            function = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
             self.tools.append({"type": "function", "function": function})
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its text. Raises `ValueError` for a tool that does not exist, and whatever the server
-        or the loss of it raises."""
+        """Call a tool and return its text. Raises `ValueError` for a tool that does not exist, and
+        whatever the server or the loss of it raises."""
         if name not in self._tool_owners:
             raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tool_owners)}")
         client, known = self._tool_owners[name]
         result = await client.call_tool(known, arguments)
-        text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+        text = "\n".join(
+            part.text if part.type == "text" else f"[{part.type}]" for part in result.content
+        )
         return f"error: {text}" if result.is_error else text
 
     async def stop(self) -> None:
         """End the servers. Idempotent."""
         if self._connection_task is None:
             return
-        holding, self._connection_task = self._connection_task, None
+        holding = self._connection_task
+        self._connection_task = None
         if self._is_started:
             self._stop_requested.set()
         else:
             holding.cancel()
-        # One request is enough: the task closes stdin, terminates and then kills the servers, each within seconds.
+        # One request is enough: the task closes stdin, terminates and then kills the servers,
+        # each within seconds.
         done, _ = await asyncio.wait([holding], timeout=SHUTDOWN_SECONDS)
         for task in done:
             if not task.cancelled():
@@ -219,11 +268,13 @@ def _describe_root_cause(error: BaseException) -> str:
 
 
 class McpEnvironment:
-    """An environment that adds the tools of MCP servers to `inner_env`: an answer with calls is answered by their
-    results, any other by `inner_env`."""
+    """An environment that adds the tools of MCP servers to `inner_env`: an answer with calls is
+    answered by their results, any other by `inner_env`."""
 
     def __init__(self, inner_env: Environment, settings: McpConfig, variables: Mapping[str, str]):
-        self._inner_env, self._settings, self._variables = inner_env, settings, variables
+        self._inner_env = inner_env
+        self._settings = settings
+        self._variables = variables
         self._servers = McpServers(settings, variables)
         self._call_count = 0
         for name in ("size", "oracle", "random_answer", "takes_tokens"):
@@ -236,7 +287,8 @@ class McpEnvironment:
 
     async def reset(self, task_seed: int) -> list[Message]:
         await self._servers.stop()
-        self._servers, self._call_count = McpServers(self._settings, self._variables), 0
+        self._servers = McpServers(self._settings, self._variables)
+        self._call_count = 0
         await self._servers.start()
         return await self._inner_env.reset(task_seed)
 
@@ -260,5 +312,7 @@ class McpEnvironment:
     async def close(self) -> None:
         await self._servers.stop()
         close = getattr(self._inner_env, "close", None)
-        if close is not None and asyncio.iscoroutine(waiting := close()):
-            await waiting
+        if close is not None:
+            waiting = close()
+            if asyncio.iscoroutine(waiting):
+                await waiting

@@ -1,4 +1,5 @@
-"""Several environments as one: the seed of a task decides which of them poses it (`data/mixed.py`)."""
+"""Several environments as one: the seed of a task decides which of them poses it
+(`data/mixed.py`)."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ from r3async.envs.task_splits import select_held_out_rows
 
 
 class MixedEnvironment:
-    """An environment that plays each episode in one of several environments, chosen by the seed at `reset`.
+    """An environment that plays each episode in one of several environments, chosen by the
+    seed at `reset`.
 
-    All other attributes, such as `tools` or `oracle`, are those of the chosen environment; before the first `reset`,
-    those of the first one.
+    All other attributes, such as `tools` or `oracle`, are those of the chosen environment; before
+    the first `reset`, those of the first one.
     """
 
     size = None
@@ -36,15 +38,20 @@ class MixedEnvironment:
 
     def __init__(self, factories: Sequence[EnvironmentFactory]):
         self._factories = factories
-        self._env_index, self._env = 0, factories[0]()
+        self._env_index = 0
+        self._env = factories[0]()
 
     async def reset(self, task_seed: int) -> list[Message]:
         entry, seed = split_seed(task_seed, len(self._factories))
         if entry != self._env_index:
-            before, self._env_index, self._env = self._env, entry, self._factories[entry]()
+            before = self._env
+            self._env = self._factories[entry]()
+            self._env_index = entry
             close = getattr(before, "close", None)
-            if close is not None and inspect.isawaitable(waiting := close()):
-                await waiting
+            if close is not None:
+                waiting = close()
+                if inspect.isawaitable(waiting):
+                    await waiting
         return await self._env.reset(seed)
 
     async def step(self, action: Action) -> StepResult:
@@ -71,7 +78,8 @@ class MixedEnvironmentFactory:
             if entry.name == MIX_ENV or entry.name.startswith(("agent:", "agent-")):
                 what = "an agent" if entry.name != MIX_ENV else "a mix"
                 raise ConfigError(
-                    f"`env.args.{label}.name` = {entry.name!r}: {what} cannot be one of several environments"
+                    f"`env.args.{label}.name` = {entry.name!r}: {what} cannot be one of "
+                    "several environments"
                 )
             try:
                 self.factories[label] = build_environment_factory(entry)
@@ -88,9 +96,9 @@ def make_mix(target: str, config: EnvConfig) -> EnvironmentFactory:
 
 
 def add_default_evaluation_sets(config: Config) -> Config:
-    """Return `config` with default evaluation sets: if several environments are trained and no evaluation is
-    configured, each of them becomes a set with its label. A dataset is evaluated on the rows that its `eval` holds out
-    from training."""
+    """Return `config` with default evaluation sets: if several environments are trained and no
+    evaluation is configured, each of them becomes a set with its label. A dataset is evaluated on
+    the rows that its `eval` holds out from training."""
     settings = config.evaluation
     if config.env.name != MIX_ENV or settings.sets or settings.env.name:
         return config

@@ -1,9 +1,10 @@
-"""Environments, rewards and rows that the caller passes as objects; a configuration names them `object:NAME`.
+"""Environments, rewards and rows that the caller passes as objects; a configuration names
+them `object:NAME`.
 
-A program gives `r3async.train` a class, a function that makes environments, a reward, or rows. They are pickled, by
-value or by reference (cloudpickle), and travel to the generators through Ray, to the process that makes a start model,
-and on to the pool's processes; no file of a run holds them, since unpickling runs code. Each process holds what it was
-given.
+A program gives `r3async.train` a class, a function that makes environments, a reward, or rows. They
+are pickled, by value or by reference (cloudpickle), and travel to the generators through Ray, to
+the process that makes a start model, and on to the pool's processes; no file of a run holds them,
+since unpickling runs code. Each process holds what it was given.
 """
 
 from __future__ import annotations
@@ -37,25 +38,28 @@ def is_object_name(path: str) -> bool:
 
 
 def get_pickled_object(path: str, setting: str) -> bytes:
-    """Return the pickled object that `path` names. Raises `ConfigError` for one that this process was not given."""
+    """Return the pickled object that `path` names. Raises `ConfigError` for one that this
+    process was not given."""
     name = path.partition(":")[2]
     if name not in _pickled_objects:
         raise ConfigError(
-            f"`{setting}` = {path!r} is an object that a program gave r3async.train, and no file keeps it: give it again, with "
-            f"r3async.train(…) or r3async.evaluate(…) and {name} where it was"
+            f"`{setting}` = {path!r} is an object that a program gave r3async.train, and no "
+            "file keeps it: give it again, with r3async.train(…) or r3async.evaluate(…) and "
+            f"{name} where it was"
         )
     return _pickled_objects[name]
 
 
 def load_object(path: str, setting: str) -> Any:
-    """Return the object that `path` names. Raises `ConfigError` also for one that cannot be loaded here, for example
-    because its module is missing."""
+    """Return the object that `path` names. Raises `ConfigError` also for one that cannot be loaded
+    here, for example because its module is missing."""
     data = get_pickled_object(path, setting)
     try:
         return _unpickle_cached(data)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ConfigError(
-            f"`{setting}`: {path.partition(':')[2]} cannot be loaded in this process: {type(error).__name__}: {error}"
+            f"`{setting}`: {path.partition(':')[2]} cannot be loaded in this process: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -70,16 +74,20 @@ def construct_from_pickle(data: bytes, arguments: dict[str, Any]) -> Any:
 
 
 def extract_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return `settings` with each class, each function and all rows replaced by `object:NAME`, and the objects by name:
-    pickled, or lines of JSON for rows.
+    """Return `settings` with each class, each function and all rows replaced by `object:NAME`, and
+    the objects by name: pickled, or lines of JSON for rows.
 
-    Raises `ConfigError` for an object that cannot be pickled, or a row that JSON cannot hold; the message names the
-    setting, the object, and the part of it that is the reason.
+    Raises `ConfigError` for an object that cannot be pickled, or a row that JSON cannot hold; the
+    message names the setting, the object, and the part of it that is the reason.
     """
     objects: dict[str, bytes] = {}
 
     def add_object(data: bytes, name: str) -> str:
-        name = next(each for each in (name, *(f"{name}{n}" for n in range(2, 99))) if objects.get(each, data) == data)
+        name = next(
+            each
+            for each in (name, *(f"{name}{n}" for n in range(2, 99)))
+            if objects.get(each, data) == data
+        )
         objects[name] = data
         return f"{OBJECT_PREFIX}:{name}"
 
@@ -89,7 +97,8 @@ def extract_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             return add_object(rows, "rows")
         if isinstance(value, Mapping):
             return {
-                key: replace_objects(inner, f"{where}.{key}" if where else str(key)) for key, inner in value.items()
+                key: replace_objects(inner, f"{where}.{key}" if where else str(key))
+                for key, inner in value.items()
             }
         if isinstance(value, list | tuple):
             return [replace_objects(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
@@ -114,24 +123,31 @@ def _pickle_object(value: Any, where: str) -> bytes:
 
     if _is_environment(value) and not inspect.isclass(value):
         raise ConfigError(
-            f"`{where}` is one {type(value).__name__}, and every episode needs an environment of its own: give the class, or a "
-            f"function that makes one, such as lambda: {type(value).__name__}(…)"
+            f"`{where}` is one {type(value).__name__}, and every episode needs an environment of "
+            "its own: give the class, or a function that makes one, such as lambda: "
+            f"{type(value).__name__}(…)"
         )
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:  # pickling the user's object may raise anything
         blame = ", ".join(_find_unpicklable(value, cloudpickle.dumps))
         raise ConfigError(
-            f"`{where}` = {_name_object(value)} cannot be sent to the generators{f', because of {blame}' if blame else ''}: "
-            f"{type(error).__name__}: {error}. Make it where it is used (in `reset`, or in the function), or put "
+            f"`{where}` = {_name_object(value)} cannot be sent to the "
+            f"generators{f', because of {blame}' if blame else ''}: {type(error).__name__}: "
+            f"{error}. Make it where it is used (in `reset`, or in the function), or put "
             f"{_name_object(value)} "
             'into a module and name it "module:name"'
         ) from error
 
 
 def _find_unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
-    """Return the names that a function, or the functions of a class, refer to and that cannot be pickled."""
-    functions = [f for f in vars(value).values() if inspect.isfunction(f)] if inspect.isclass(value) else [value]
+    """Return the names that a function, or the functions of a class, refer to and that
+    cannot be pickled."""
+    functions = (
+        [f for f in vars(value).values() if inspect.isfunction(f)]
+        if inspect.isclass(value)
+        else [value]
+    )
     used: dict[str, Any] = dict(vars(value)) if inspect.isclass(value) else {}
     for function in functions:
         if inspect.isfunction(function):

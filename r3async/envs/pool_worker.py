@@ -41,7 +41,8 @@ class WorkerReply(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         oracle: The best answer to what was asked last, if the environment knows it.
         raised: The error that the environment raised.
-        wrong: How the environment broke the protocol (`EnvironmentProtocolError`); empty if it did not.
+        wrong: How the environment broke the protocol (`EnvironmentProtocolError`);
+            empty if it did not.
     """
 
     messages: list[Message] = []
@@ -69,20 +70,25 @@ class EnvironmentHost:
         self._instances: dict[int, EnvironmentInstance] = {}
 
     def handle_call(self, call: WorkerCall) -> WorkerReply:
-        """Handle one call. Errors of an environment become part of the reply and never raise, except
-        `KeyboardInterrupt`."""
+        """Handle one call. Errors of an environment become part of the reply and never raise,
+        except `KeyboardInterrupt`."""
         try:
             return self._dispatch_call(call)
-        except (Exception, SystemExit) as error:  # an exit would end the other episodes of this process
+        except (Exception, SystemExit) as error:
+            # An exit would end the other episodes of this process.
             if call.method == "reset":
                 self._instances.pop(call.instance, None)
             raised = summarize_error(error)
-            return WorkerReply(raised=raised, wrong=raised.line if isinstance(error, EnvironmentProtocolError) else "")
+            return WorkerReply(
+                raised=raised,
+                wrong=raised.line if isinstance(error, EnvironmentProtocolError) else "",
+            )
 
     def _dispatch_call(self, call: WorkerCall) -> WorkerReply:
         match call.method:
             case "load":
-                self._constructor, self._arguments = import_object(call.path), call.arguments
+                self._constructor = import_object(call.path)
+                self._arguments = call.arguments
                 return WorkerReply()
             case "reset":
                 assert call.seed is not None
@@ -100,7 +106,9 @@ class EnvironmentHost:
                 # `done` may be a NumPy bool, which msgpack cannot encode.
                 messages = coerce_messages(result.messages, "StepResult.messages")
                 result = msgspec.structs.replace(result, done=bool(result.done), messages=messages)
-                return WorkerReply(result=result, oracle="" if result.done else get_oracle_answer(env))
+                return WorkerReply(
+                    result=result, oracle="" if result.done else get_oracle_answer(env)
+                )
             case "drop":
                 dropped = self._instances.pop(call.instance, None)
                 if dropped is not None and hasattr(dropped.environment, "close"):
@@ -109,15 +117,16 @@ class EnvironmentHost:
 
 
 def send_message(channel: socket.socket, message: bytes, deadline: float | None = None) -> None:
-    """Send all of `message`. Raises `TimeoutError` if this is not done by `deadline`, a time of `time.monotonic()`."""
+    """Send all of `message`. Raises `TimeoutError` if this is not done by `deadline`, a time of
+    `time.monotonic()`."""
     for part in (_LENGTH_PREFIX.pack(len(message)), message):
         channel.settimeout(_remaining_seconds(deadline))
         channel.sendall(part)  # the timeout covers the whole call
 
 
 def receive_message(channel: socket.socket, deadline: float | None = None) -> bytes:
-    """Receive a message of `send_message`. Raises `EOFError` if the other side ends first, and `TimeoutError` after
-    `deadline`."""
+    """Receive a message of `send_message`. Raises `EOFError` if the other side ends first, and
+    `TimeoutError` after `deadline`."""
     (length,) = _LENGTH_PREFIX.unpack(_receive_bytes(channel, _LENGTH_PREFIX.size, deadline))
     return _receive_bytes(channel, length, deadline)
 
@@ -134,10 +143,12 @@ def _receive_bytes(channel: socket.socket, count: int, deadline: float | None) -
 
 
 def _remaining_seconds(deadline: float | None) -> float | None:
-    """Return the seconds until `deadline`, for `socket.settimeout`. Raises `TimeoutError` if there are none left."""
+    """Return the seconds until `deadline`, for `socket.settimeout`. Raises `TimeoutError` if
+    there are none left."""
     if deadline is None:
         return None
-    if (seconds := deadline - time.monotonic()) <= 0:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
         raise TimeoutError
     return seconds
 
@@ -147,12 +158,14 @@ def get_oracle_answer(env: Any) -> str:
 
 
 def main() -> None:
-    """Serve calls until the owner ends this process. The command-line arguments are the module path (already set) and the
-    descriptor of the pipe."""
+    """Serve calls until the owner ends this process. The command-line arguments are the module path
+    (already set) and the descriptor of the pipe."""
     ignore_output_errors()  # an environment must not fail because it prints
-    for number in STOP_SIGNALS:  # which may be sent to every process of a run; the programs that it starts obey them
+    # Which may be sent to every process of a run; the programs that it starts obey them.
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    channel, player = socket.socket(fileno=int(sys.argv[2])), EnvironmentHost()
+    channel = socket.socket(fileno=int(sys.argv[2]))
+    player = EnvironmentHost()
     with contextlib.suppress(EOFError, OSError):
         while True:
             reply = player.handle_call(decode_msgpack(receive_message(channel), WorkerCall))
@@ -160,7 +173,8 @@ def main() -> None:
 
 
 def _encode_reply(reply: WorkerReply) -> bytes:
-    """Encode a reply. A reply that cannot be encoded fails its own episode, not the process with all other episodes."""
+    """Encode a reply. A reply that cannot be encoded fails its own episode, not the process with
+    all other episodes."""
     try:
         return msgspec.msgpack.encode(reply)
     except Exception as error:

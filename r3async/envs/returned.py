@@ -1,4 +1,5 @@
-"""What an environment returned, as this library's types, or an error that says what to write instead."""
+"""What an environment returned, as this library's types, or an error that says what
+to write instead."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from r3async.envs.row_tasks import parse_messages
 
 
 def require_step_result(result: object) -> StepResult:
-    """Return the result of `step` unchanged. Raises `EnvironmentProtocolError`, which says what to write instead, unless
-    it is a `StepResult`."""
+    """Return the result of `step` unchanged. Raises `EnvironmentProtocolError`, which says what to
+    write instead, unless it is a `StepResult`."""
     if isinstance(result, StepResult):
         return result
     written = "StepResult(reward, messages, done)"
     if isinstance(result, tuple) and len(result) == 5:
         written = (
-            'StepResult(reward, [Message("user", observation)], terminated or truncated), or use `gymnasium:ID`, which takes '
-            "Gymnasium's environments"
+            'StepResult(reward, [Message("user", observation)], terminated or truncated), or use '
+            "`gymnasium:ID`, which takes Gymnasium's environments"
         )
     elif isinstance(result, tuple) and len(result) == 4:
         written = 'StepResult(reward, [Message("user", observation)], done)'
@@ -30,8 +31,9 @@ def require_step_result(result: object) -> StepResult:
 
 
 def coerce_messages(value: object, source: str) -> list[Message]:
-    """Return what an environment said as messages. A string is one user message. A mapping with `role` and `content`, and
-    an object of a client's library with these attributes, are read as OpenAI's clients write them.
+    """Return what an environment said as messages. A string is one user message. A mapping with
+    `role` and `content`, and an object of a client's library with these attributes, are read as
+    OpenAI's clients write them.
 
     Args:
         source: Where the value is from, for errors: `reset()` or `StepResult.messages`.
@@ -40,7 +42,9 @@ def coerce_messages(value: object, source: str) -> list[Message]:
     """
     if isinstance(value, str):
         return [Message("user", value)]
-    if isinstance(value, list | tuple) or (isinstance(value, Iterable) and not _is_foreign_message(value)):
+    if isinstance(value, list | tuple) or (
+        isinstance(value, Iterable) and not _is_foreign_message(value)
+    ):
         listed: list[object] = list(value)
     else:
         listed = [value]
@@ -52,7 +56,9 @@ def _coerce_message(message: object, returned: object, source: str) -> Message:
         if isinstance(message.content, str):
             return message
         kind = _describe_type(message.content)
-        raise EnvironmentProtocolError(f"{source}: the content of a Message must be a str, and one is {kind}")
+        raise EnvironmentProtocolError(
+            f"{source}: the content of a Message must be a str, and one is {kind}"
+        )
     if _is_foreign_message(message):
         dumped = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)  # type: ignore[attr-defined]
         try:
@@ -67,7 +73,8 @@ def _coerce_message(message: object, returned: object, source: str) -> Message:
         case _:
             instead = 'return the text, or [Message("user", text)]'
     raise EnvironmentProtocolError(
-        f"{source} must be a str or a list of messages; yours is {_describe_type(returned)}: {instead}"
+        f"{source} must be a str or a list of messages; yours is "
+        f"{_describe_type(returned)}: {instead}"
     )
 
 

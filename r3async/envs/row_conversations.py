@@ -19,18 +19,20 @@ from r3async.envs.row_tasks import (
 )
 from r3async.envs.rows import LocatedRow
 
-MESSAGES_COLUMN, COMPLETION_COLUMN = "messages", "completion"
+MESSAGES_COLUMN = "messages"
+COMPLETION_COLUMN = "completion"
 
 
 def parse_conversation(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
-    """Return a row as a task whose `messages` are the whole conversation; the assistant's messages in it are trained
-    on.
+    """Return a row as a task whose `messages` are the whole conversation; the assistant's messages
+    in it are trained on.
 
-    The messages are those of the column `messages`; or else the prompt, as `data.prompt` says, and the answer:
-    `data.answer`, or the first of `completion` and the columns where rewards look for one. Raises `ConfigError` that
-    names the row and what it lacks.
+    The messages are those of the column `messages`; or else the prompt, as `data.prompt` says, and
+    the answer: `data.answer`, or the first of `completion` and the columns where rewards look for
+    one. Raises `ConfigError` that names the row and what it lacks.
     """
-    row, where = located_row.row, located_row.location
+    row = located_row.row
+    where = located_row.location
     given = row.get(MESSAGES_COLUMN)
     if given is not None and data.prompt == DataConfig().prompt and not data.answer:
         messages = parse_messages(given, where)
@@ -43,8 +45,9 @@ def parse_conversation(located_row: LocatedRow, data: DataConfig) -> DatasetTask
         answer = task.answer if answer in (MISSING, None) else answer
         if answer is MISSING or answer is None:
             raise ConfigError(
-                f"{where}: there is no answer to learn: none of the columns {MESSAGES_COLUMN}, {COMPLETION_COLUMN}, "
-                f"{', '.join(ANSWER_COLUMNS)} is there; name it with `data.answer`"
+                f"{where}: there is no answer to learn: none of the columns "
+                f"{MESSAGES_COLUMN}, {COMPLETION_COLUMN}, {', '.join(ANSWER_COLUMNS)} is "
+                "there; name it with `data.answer`"
             )
         said = (
             parse_messages(answer, where)
@@ -59,22 +62,30 @@ def parse_conversation(located_row: LocatedRow, data: DataConfig) -> DatasetTask
 
 def _format_answer(answer: Any, where: str) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ConfigError(f"{where}: the answer must be a text, a number or chat messages, not {answer!r:.80}")
+        raise ConfigError(
+            f"{where}: the answer must be a text, a number or chat messages, not {answer!r:.80}"
+        )
     return str(answer)
 
 
 def _check_conversation(messages: list[Message], where: str) -> None:
-    """Raise `ConfigError` unless the assistant answers something, with texts: the conversation ends with an answer,
-    does not begin with one, no two follow each other, none is empty, and at least one is trained on."""
+    """Raise `ConfigError` unless the assistant answers something, with texts: the conversation ends
+    with an answer, does not begin with one, no two follow each other, none is empty, and at least
+    one is trained on."""
     if not messages or messages[-1].role != "assistant":
         raise ConfigError(f"{where}: the conversation does not end with an answer of the assistant")
     if messages[0].role == "assistant":
-        raise ConfigError(f"{where}: the conversation begins with an answer of the assistant, which nothing asks for")
+        raise ConfigError(
+            f"{where}: the conversation begins with an answer of the assistant, which "
+            "nothing asks for"
+        )
     for before, message in itertools.pairwise(messages):
         if before.role == message.role == "assistant":
             raise ConfigError(f"{where}: two answers of the assistant follow each other: join them")
     for message in messages:
         if message.role == "assistant" and not (message.content.strip() or message.tool_calls):
             raise ConfigError(f"{where}: an answer of the assistant is empty")
-    if all(isinstance(message, MaskedAnswer) for message in messages if message.role == "assistant"):
+    if all(
+        isinstance(message, MaskedAnswer) for message in messages if message.role == "assistant"
+    ):
         raise ConfigError(f"{where}: no answer of the assistant is to be learnt: leave the row out")

@@ -1,4 +1,5 @@
-"""Values of rows as plain data, which is what JSON can hold: a row is then the same from every kind of file."""
+"""Values of rows as plain data, which is what JSON can hold: a row is then the same from
+every kind of file."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from r3async.untrusted import format_value
 
 
 def to_plain_value(value: Any) -> Any:
-    """Return a value of Python, NumPy or Arrow as text, numbers, truth values, None, lists and dicts.
+    """Return a value of Python, NumPy or Arrow as text, numbers, truth values, None,
+    lists and dicts.
 
-    A `Decimal` becomes the number that JSON would have in its place, a date or time its ISO text, and bytes become
-    base64. Raises `ValueError` for any other object, and for a key that is no text.
+    A `Decimal` becomes the number that JSON would have in its place, a date or time its ISO
+    text, and bytes become base64. Raises `ValueError` for any other object, and for a key
+    that is no text.
     """
     match value:
         case None | bool():
@@ -34,7 +37,11 @@ def to_plain_value(value: Any) -> Any:
             return [to_plain_value(inner) for inner in value]
         case Decimal():
             number = float(value)
-            return int(value) if math.isfinite(number) and value == value.to_integral_value() else number
+            return (
+                int(value)
+                if math.isfinite(number) and value == value.to_integral_value()
+                else number
+            )
         case datetime() | date() | time():
             return value.isoformat()
         case UUID():

@@ -34,8 +34,8 @@ class LocatedRow(NamedTuple):
 
 
 def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
-    """Return all rows of `path`, in order; `path` is a file, a directory of files, an id on the hub, or names rows that
-    a program gave.
+    """Return all rows of `path`, in order; `path` is a file, a directory of files, an id on the
+    hub, or names rows that a program gave.
 
     Raises `ConfigError` that says what is missing, or names the line or row that is not valid.
     """
@@ -46,7 +46,8 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
         return _load_hub_dataset(data, path, split, found)
     if data.subset and path == data.path:
         raise ConfigError(
-            f"`data.subset` = {data.subset!r}: {found} is not on the hub, and has no subsets: leave it out"
+            f"`data.subset` = {data.subset!r}: {found} is not on the hub, and has no "
+            "subsets: leave it out"
         )
     if found.is_dir():
         if is_saved_dataset(found):
@@ -56,39 +57,67 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
     elif split == DataConfig().split:
         rows = list(_read_file(found))
     else:
-        raise ConfigError(f"{found} is one file and has no split {split!r}: leave `data.split` out; {_SUBSET_HINT}")
+        raise ConfigError(
+            f"{found} is one file and has no split {split!r}: leave `data.split` "
+            f"out; {_SUBSET_HINT}"
+        )
     if not rows:
         raise ConfigError(f"{found} has no rows")
     return rows
 
 
 def collect_source_stamps(source: str) -> list[tuple[str, int, int]]:
-    """Return name, modification time and size of the files at `source`, or the hash of rows that a program gave. The
-    list differs when they have changed."""
+    """Return name, modification time and size of the files at `source`, or the hash of rows that a
+    program gave. The list differs when they have changed."""
     if is_object_name(source):
         return [(source, hash(get_pickled_object(source, "data")), 0)]
     place = resolve_user_path(source)
-    inner = place.rglob("*") if is_saved_dataset(place) else place.iterdir() if place.is_dir() else ()
+    inner = (
+        place.rglob("*") if is_saved_dataset(place) else place.iterdir() if place.is_dir() else ()
+    )
     files = [place, *sorted(inner)]
-    return [(str(file), (found := file.stat()).st_mtime_ns, found.st_size) for file in files if file.exists()]
+    return [
+        (str(file), (found := file.stat()).st_mtime_ns, found.st_size)
+        for file in files
+        if file.exists()
+    ]
 
 
-_SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval", "evaluation", "holdout", "heldout")
-_SPLIT_WORD = re.compile(
-    rf"(?<![a-z])(?:(?:train|test|valid)[a-z]*|{'|'.join(_SPLIT_NAMES)})(?:_[a-z]\w*)?(?![a-z])", re.IGNORECASE
+_SPLIT_NAMES = (
+    "train",
+    "test",
+    "validation",
+    "valid",
+    "val",
+    "dev",
+    "eval",
+    "evaluation",
+    "holdout",
+    "heldout",
 )
-"""A word that names a split in the name of a file, with what qualifies it: `train`, `testmini`, `train_prefs`."""
+_SPLIT_WORD = re.compile(
+    rf"(?<![a-z])(?:(?:train|test|valid)[a-z]*|{'|'.join(_SPLIT_NAMES)})(?:_[a-z]\w*)?(?![a-z])",
+    re.IGNORECASE,
+)
+"""A word that names a split in the name of a file, with what qualifies it: `train`,
+`testmini`, `train_prefs`."""
 
 
 def _list_split_files(directory: Path, split: str) -> list[Path]:
-    """Return the files of a directory whose names have `split` as a word; all files if no name has any split's word,
-    and the training split is asked for."""
+    """Return the files of a directory whose names have `split` as a word; all files if no name has
+    any split's word, and the training split is asked for."""
     known = sorted(
-        file for file in directory.iterdir() if file.suffix in FILE_READERS and not file.name.startswith(".")
+        file
+        for file in directory.iterdir()
+        if file.suffix in FILE_READERS and not file.name.startswith(".")
     )
     if not known:
-        raise ConfigError(f"`data.path`: {directory} has no file that ends in {', '.join(FILE_READERS)}")
-    word = re.compile(rf"(?<![a-z]){re.escape(split)}(?P<qualifier>_[a-z]\w*)?(?![a-z])", re.IGNORECASE)
+        raise ConfigError(
+            f"`data.path`: {directory} has no file that ends in {', '.join(FILE_READERS)}"
+        )
+    word = re.compile(
+        rf"(?<![a-z]){re.escape(split)}(?P<qualifier>_[a-z]\w*)?(?![a-z])", re.IGNORECASE
+    )
     named: dict[str, list[Path]] = {}
     for file in known:
         found = word.search(file.stem)
@@ -99,12 +128,14 @@ def _list_split_files(directory: Path, split: str) -> list[Path]:
     names = ", ".join(file.name for file in known)
     if named:
         splits = ", ".join(f"{split}{qualifier}" for qualifier in sorted(named))
-        raise ConfigError(f"`data.split` = {split!r} is any of {splits} in {directory}: name one of them")
+        raise ConfigError(
+            f"`data.split` = {split!r} is any of {splits} in {directory}: name one of them"
+        )
     if split == DataConfig().split and not any(_SPLIT_WORD.search(file.stem) for file in known):
         return known
     raise ConfigError(
-        f"no file of {directory} has the split {split!r} in its name; it has {names}: name a file with `data.path`, or "
-        f"its split with `data.split`; {_SUBSET_HINT}"
+        f"no file of {directory} has the split {split!r} in its name; it has {names}: name a file "
+        f"with `data.path`, or its split with `data.split`; {_SUBSET_HINT}"
     )
 
 
@@ -121,7 +152,8 @@ def _read_file(file: Path) -> Iterator[LocatedRow]:
         for unit, number, row in read(file):
             if not isinstance(row, dict):
                 raise ConfigError(
-                    f"{file}, {unit} {number}: a row must be an object, such as {{'prompt': ..., 'answer': ...}}"
+                    f"{file}, {unit} {number}: a row must be an object, such as {{'prompt': "
+                    "..., 'answer': ...}"
                 )
             yield LocatedRow(row, str(file), unit, number)
     except UnicodeDecodeError as error:
@@ -130,7 +162,7 @@ def _read_file(file: Path) -> Iterator[LocatedRow]:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 NumberedRows = Iterator[tuple[str, int, Any]]
 """Iterator over rows, as unit, number and row."""
@@ -151,10 +183,16 @@ def _read_json(file: Path) -> NumberedRows:
     try:
         rows = decode_python_json(file.read_bytes())
     except MalformedError as error:
-        hint = "; a file with an object a line must end in .jsonl" if "Extra data" in str(error) else ""
+        hint = (
+            "; a file with an object a line must end in .jsonl"
+            if "Extra data" in str(error)
+            else ""
+        )
         raise ConfigError(f"{file}: not JSON: {error}{hint}") from error
     if not isinstance(rows, list):
-        raise ConfigError(f"{file} must be a list of rows; a file with an object a line must end in .jsonl")
+        raise ConfigError(
+            f"{file} must be a list of rows; a file with an object a line must end in .jsonl"
+        )
     yield from (("row", number, row) for number, row in enumerate(rows, 1))
 
 
@@ -166,7 +204,8 @@ def _read_csv(file: Path) -> NumberedRows:
                 if None in row or None in row.values():
                     columns = len(reader.fieldnames or ())
                     raise ConfigError(
-                        f"{file}, line {reader.line_num}: not the {columns} values that the first line names"
+                        f"{file}, line {reader.line_num}: not the {columns} values that the "
+                        "first line names"
                     )
                 yield "line", reader.line_num, row
         except csv.Error as error:
@@ -190,30 +229,44 @@ FILE_READERS: dict[str, Callable[[Path], NumberedRows]] = {
 def _read_given_rows(path: str, split: str) -> list[LocatedRow]:
     """Return the rows that a program gave r3async.train; they are lines of JSON."""
     if split != DataConfig().split:
-        raise ConfigError(f"`data` was given as rows, which have no split {split!r}: leave it out; {_SUBSET_HINT}")
+        raise ConfigError(
+            f"`data` was given as rows, which have no split {split!r}: leave it out; {_SUBSET_HINT}"
+        )
     lines = get_pickled_object(path, "data").splitlines()
     try:
-        return [LocatedRow(decode_python_json(line), "data", "row", number) for number, line in enumerate(lines, 1)]
+        return [
+            LocatedRow(decode_python_json(line), "data", "row", number)
+            for number, line in enumerate(lines, 1)
+        ]
     except MalformedError as error:  # text that is no Unicode, or lists too deep
         raise ConfigError(f"`data`: a row cannot be kept as JSON: {error}") from error
 
 
-# -- the library `datasets` --------------------------------------------------------------------------------------------
+# -- the library `datasets` ------------------------------------------------------------------------
 
 
 def _load_saved_dataset(directory: Path, split: str) -> list[LocatedRow]:
-    """Return the rows that `save_to_disk` of `datasets` wrote into a directory, of one split where it has several."""
-    datasets = _import_datasets(f"`data.path` = {str(directory)!r} is a directory that `datasets` wrote")
+    """Return the rows that `save_to_disk` of `datasets` wrote into a directory, of one split
+    where it has several."""
+    datasets = _import_datasets(
+        f"`data.path` = {str(directory)!r} is a directory that `datasets` wrote"
+    )
     try:
         saved = datasets.load_from_disk(str(directory))
     except Exception as error:  # the files may raise anything
-        raise ConfigError(f"{directory} cannot be loaded by `datasets`: {_first_line(error)}") from error
+        raise ConfigError(
+            f"{directory} cannot be loaded by `datasets`: {_first_line(error)}"
+        ) from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
-            raise ConfigError(f"{directory} has no split {split!r}; it has {', '.join(saved)}; {_SUBSET_HINT}")
+            raise ConfigError(
+                f"{directory} has no split {split!r}; it has {', '.join(saved)}; {_SUBSET_HINT}"
+            )
         saved = saved[split]
     elif split not in (DataConfig().split, str(saved.split)):
-        raise ConfigError(f"{directory} is one split and has no split {split!r}: leave it out; {_SUBSET_HINT}")
+        raise ConfigError(
+            f"{directory} is one split and has no split {split!r}: leave it out; {_SUBSET_HINT}"
+        )
     size = sum(file.stat().st_size for file in directory.rglob("*.arrow"))
     rows = read_dataset_rows(saved, directory, size)
     return [LocatedRow(row, str(directory), "row", number) for number, row in enumerate(rows, 1)]
@@ -223,7 +276,9 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
     if not _HUB_ID.fullmatch(path) or Path(path).suffix in FILE_READERS:
         raise ConfigError(f"`data.path` = {path!r}: there is no file {file}")
     if "/" not in path:
-        near = did_you_mean(path, [each.name for each in file.parent.glob("*")], "and an id on the hub is NAME/NAME")
+        near = did_you_mean(
+            path, [each.name for each in file.parent.glob("*")], "and an id on the hub is NAME/NAME"
+        )
         raise ConfigError(f"`data.path` = {path!r}: there is no file {file}; {near}")
     datasets = _import_datasets(
         f"`data.path` = {path!r}: there is no file {file}, and to take it from the Hugging Face hub"
@@ -236,23 +291,30 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
     except Exception as error:  # the hub, the network and the dataset's files may raise anything
         name = path.split("/")[1]
         elsewhere = (
-            f". Where there is a network: hf download {path} --repo-type dataset --local-dir {name}, and set "
-            f"`data.path` to the folder of its files here, such as {name}/data"
+            f". Where there is a network: hf download {path} --repo-type dataset --local-dir "
+            f"{name}, and set `data.path` to the folder of its files here, such as {name}/data"
         )
         raise ConfigError(
-            f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {_first_line(error)}"
+            (
+                f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: "
+                f"{_first_line(error)}"
+            )
             + elsewhere * isinstance(error, ConnectionError)
         ) from error
     if not rows:
         raise ConfigError(f"{path} ({split}) has no rows")
-    return [LocatedRow(row, f"{path} ({split})", "row", number) for number, row in enumerate(rows, 1)]
+    return [
+        LocatedRow(row, f"{path} ({split})", "row", number) for number, row in enumerate(rows, 1)
+    ]
 
 
 def _import_datasets(purpose: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"{purpose} needs `datasets`, which is not installed: {INSTALL_HINT}") from error
+        raise ConfigError(
+            f"{purpose} needs `datasets`, which is not installed: {INSTALL_HINT}"
+        ) from error
     return datasets
 
 

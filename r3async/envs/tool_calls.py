@@ -13,9 +13,11 @@ import msgspec
 from r3async.envs import Message
 from r3async.untrusted import MalformedError, decode_json
 
-# Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of
-# times; and an answer that is only that JSON object, or a list of them (`parameters` is accepted for `arguments`).
-_CALL_OPEN_TAG, _CALL_CLOSE_TAG = "<tool_call>", "</tool_call>"
+# Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen
+# write it, any number of times; and an answer that is only that JSON object, or a list of them
+# (`parameters` is accepted for `arguments`).
+_CALL_OPEN_TAG = "<tool_call>"
+_CALL_CLOSE_TAG = "</tool_call>"
 _JSON_TEXT = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 """Text that may be JSON, up to the first `<` or backslash that is in no string."""
 _THINK_TAG = re.compile("</?think>")
@@ -29,9 +31,9 @@ def parse_tool_calls(
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return `content, tool_calls` of an answer, in OpenAI's shape.
 
-    Reasoning is part of the content, whatever it contains. The whole text is content if any call cannot be parsed or
-    names a tool that was not offered, or if there are no `tools`. With `thinking`, the answer begins inside reasoning
-    that its prompt opened.
+    Reasoning is part of the content, whatever it contains. The whole text is content if any call
+    cannot be parsed or names a tool that was not offered, or if there are no `tools`. With
+    `thinking`, the answer begins inside reasoning that its prompt opened.
     """
     thoughts, spoken = split_reasoning(text, thinking=thinking)
     content, calls = _read_calls(spoken, tools)
@@ -43,9 +45,9 @@ def parse_tool_calls(
 def split_reasoning(text: str, *, thinking: bool = False) -> tuple[str, str]:
     """Return the reasoning of an answer, with `<think>` and `</think>`, and the rest of the text.
 
-    A `</think>` that nothing opened ends reasoning that the prompt opened; `thinking` says that the prompt did so, for
-    an answer that was cut before its `</think>`. A tag in the arguments of a call does not count. Time is linear in the
-    length of the answer.
+    A `</think>` that nothing opened ends reasoning that the prompt opened; `thinking` says that the
+    prompt did so, for an answer that was cut before its `</think>`. A tag in the arguments of a
+    call does not count. Time is linear in the length of the answer.
     """
     thoughts: list[str] = []
     spoken: list[str] = []
@@ -60,10 +62,12 @@ def split_reasoning(text: str, *, thinking: bool = False) -> tuple[str, str]:
                 thoughts += spoken
                 spoken = []
             thoughts.append(text[begin:at])
-            begin, thinking = at, False
+            begin = at
+            thinking = False
         elif not thinking:
             spoken.append(text[begin : tag.start()])
-            begin, thinking = tag.start(), True
+            begin = tag.start()
+            thinking = True
     (thoughts if thinking else spoken).append(text[begin:])
     return "".join(thoughts), "".join(spoken)
 
@@ -71,23 +75,26 @@ def split_reasoning(text: str, *, thinking: bool = False) -> tuple[str, str]:
 class _CallSearch:
     """A search for the calls around places in a text, which must be asked for in order.
 
-    Each tag is found once, and the text behind each opening tag is read once, up to the first `<` in no string.
-    That may be behind later opening tags only if they are in strings. Of two tags of which one is in a string of the
-    other, only one can be so again in a third. So all searches together take time that is linear in the text's length.
+    Each tag is found once, and the text behind each opening tag is read once, up to the first `<`
+    in no string. That may be behind later opening tags only if they are in strings. Of two tags of
+    which one is in a string of the other, only one can be so again in a third. So all searches
+    together take time that is linear in the text's length.
     """
 
     def __init__(self, text: str):
         self._text = text
-        self._start, self._next_start = -1, text.find(_CALL_OPEN_TAG)
-        """The last opening tag before the place, and the first one behind it; -1 if there is none."""
+        self._start = -1
+        self._next_start = text.find(_CALL_OPEN_TAG)
+        """The last opening tag before the place, and the first one behind it; -1
+        if there is none."""
         self._end = 0
         """The first closing tag behind the place; -1 if there is none."""
         self._call_end = -1
         """The closing tag of the call that begins at `_start`; -1 if none begins there."""
 
     def find_end(self, begin: int, at: int) -> int:
-        """Return the end of the call whose arguments contain `text[at]`; 0 if no call that begins behind `begin`
-        does."""
+        """Return the end of the call whose arguments contain `text[at]`; 0 if no call that begins
+        behind `begin` does."""
         while 0 <= self._next_start <= at - len(_CALL_OPEN_TAG):
             self._start = self._next_start
             self._next_start = self._text.find(_CALL_OPEN_TAG, self._start + len(_CALL_OPEN_TAG))
@@ -101,27 +108,34 @@ class _CallSearch:
         return self._end + len(_CALL_CLOSE_TAG) if self._end == self._call_end else 0
 
     def _read_call(self, start: int) -> int:
-        """Return the place of the closing tag behind the call that begins at `start`; -1 if none does."""
+        """Return the place of the closing tag behind the call that begins at `start`;
+        -1 if none does."""
         end = _JSON_TEXT.match(self._text, start).end()  # type: ignore[union-attr]
         is_closed = self._text.startswith(_CALL_CLOSE_TAG, end)
         return end if is_closed and _parse_tagged_call(self._text[start:end]) is not None else -1
 
 
 def _read_calls(spoken: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text beside the calls, and the calls; no calls if one cannot be parsed, or if there are no `tools`. A
-    call in tags may name a tool that was not offered."""
+    """Return the text beside the calls, and the calls; no calls if one cannot be parsed, or if
+    there are no `tools`. A call in tags may name a tool that was not offered."""
     if not tools:
         return spoken, []
-    if blocks := list(_find_tagged_blocks(spoken)):
+    blocks = list(_find_tagged_blocks(spoken))
+    if blocks:
         calls = [
             _parse_tagged_call(spoken[start + len(_CALL_OPEN_TAG) : stop - len(_CALL_CLOSE_TAG)])
             for start, stop in blocks
         ]
-        beside = zip([0, *(stop for _, stop in blocks)], [*(start for start, _ in blocks), len(spoken)], strict=True)
+        beside = zip(
+            [0, *(stop for _, stop in blocks)],
+            [*(start for start, _ in blocks), len(spoken)],
+            strict=True,
+        )
         read = [call for call in calls if call is not None]
         return "".join(spoken[a:b] for a, b in beside), read if len(read) == len(calls) else []
     bare = spoken.strip()
-    if fenced := _FENCED_BLOCK.fullmatch(bare):
+    fenced = _FENCED_BLOCK.fullmatch(bare)
+    if fenced:
         bare = fenced[1]
     try:
         value = decode_json(bare)
@@ -134,10 +148,13 @@ def _read_calls(spoken: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, l
 
 
 def _find_tagged_blocks(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each `<tool_call>…</tool_call>`. A regular expression for both tags would read the
-    rest of the text for every unclosed tag, which takes seconds for an answer of open tags alone."""
+    """Yield the begin and the end of each `<tool_call>…</tool_call>`. A regular expression for both
+    tags would read the rest of the text for every unclosed tag, which takes seconds for an answer
+    of open tags alone."""
     at = 0
-    while (start := text.find(_CALL_OPEN_TAG, at)) >= 0 and (end := text.find(_CALL_CLOSE_TAG, start)) >= 0:
+    while (start := text.find(_CALL_OPEN_TAG, at)) >= 0 and (
+        end := text.find(_CALL_CLOSE_TAG, start)
+    ) >= 0:
         at = end + len(_CALL_CLOSE_TAG)
         yield start, at
 
@@ -145,7 +162,9 @@ def _find_tagged_blocks(text: str) -> Iterator[tuple[int, int]]:
 def list_tool_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the names of the tools, in OpenAI's shape or bare, that have one."""
     functions = [tool.get("function", tool) for tool in tools]
-    names = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
+    names = [
+        function.get("name") if isinstance(function, Mapping) else None for function in functions
+    ]
     return {name for name in names if isinstance(name, str)}
 
 
@@ -181,11 +200,11 @@ async def run_tool_calls(
     max_characters: int = 8192,
     thinking: bool = False,
 ) -> list[Message]:
-    """Run the tool calls in an answer at the same time. Returns one message for each call, in order; none if there are
-    no calls.
+    """Run the tool calls in an answer at the same time. Returns one message for each call, in
+    order; none if there are no calls.
 
-    Errors, time-outs, and output that is cut off are reported to the policy, as are calls beyond `max_calls`, which are
-    not made.
+    Errors, time-outs, and output that is cut off are reported to the policy, as are calls beyond
+    `max_calls`, which are not made.
 
     Args:
         call_tool: Function of name and arguments that returns the tool's text.
@@ -209,4 +228,6 @@ async def run_tool_calls(
         return said if cut <= 0 else f"{said[:max_characters]}\n[{cut} characters left out]"
 
     results = await asyncio.gather(*(run_one_call(i, *each) for i, each in enumerate(calls)))
-    return [Message("tool", said, name=name) for said, (name, _) in zip(results, calls, strict=True)]
+    return [
+        Message("tool", said, name=name) for said, (name, _) in zip(results, calls, strict=True)
+    ]

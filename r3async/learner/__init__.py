@@ -1,4 +1,5 @@
-"""What other packages need of the learner: its results, its error, and the function that loads its backend.
+"""What other packages need of the learner: its results, its error, and the function that
+loads its backend.
 
 Importing this module does not load torch.
 """
@@ -10,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3async.config import Config
-from r3async.learner.results import LearnerError, MinibatchResult, RejectedTrajectory, RouteTrace, sum_stage_digests
+from r3async.learner.results import (
+    LearnerError,
+    MinibatchResult,
+    RejectedTrajectory,
+    RouteTrace,
+    sum_stage_digests,
+)
 from r3async.world import Files
 from r3async.world.real import REAL_WORLD
 
@@ -55,11 +62,12 @@ def build_learner(
 
 
 def require_deterministic_kernels() -> None:
-    """Make torch use kernels that give the same bits at every call, in the whole process from now on.
+    """Make torch use kernels that give the same bits at every call, in the whole
+    process from now on.
 
-    Torch raises for an operator that has no such kernel. Call this before the first product on a GPU: cuBLAS reads its
-    variable then (docs.nvidia.com/cuda/cublas, "Results reproducibility"). A variable that is already set keeps its
-    value.
+    Torch raises for an operator that has no such kernel. Call this before the first product on a
+    GPU: cuBLAS reads its variable then (docs.nvidia.com/cuda/cublas, "Results reproducibility"). A
+    variable that is already set keeps its value.
     """
     import torch
 

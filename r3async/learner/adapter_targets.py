@@ -10,19 +10,28 @@ from r3async.learner.results import LearnerError
 
 
 def select_targets(config: LearnerConfig, modules: Iterable[tuple[str, bool]]) -> set[str]:
-    """Return the names of the model's matrices that have adapters; each matrix comes with whether it is a router's.
+    """Return the names of the model's matrices that have adapters; each matrix comes with whether
+    it is a router's.
 
-    With `learner.freeze_router` no router has. Raises `LearnerError` for a target that matches none.
+    With `learner.freeze_router` no router has. Raises `LearnerError` for a target
+    that matches none.
     """
-    known = sorted({(name, router) for name, router in modules if not (router and config.freeze_router)})
+    known = sorted(
+        {(name, router) for name, router in modules if not (router and config.freeze_router)}
+    )
     chosen: set[str] = set()
     for target in config.lora.targets:
         found = {name for name, router in known if matches_target(target, name, router=router)}
         if not found:
-            there = sorted({".".join(p for p in name.split(".")[3:] if not p.isdigit()) or name for name, _ in known})
+            there = sorted(
+                {
+                    ".".join(p for p in name.split(".")[3:] if not p.isdigit()) or name
+                    for name, _ in known
+                }
+            )
             raise LearnerError(
-                f"`learner.lora.targets`: {target!r} names no matrix that can be adapted; there are {', '.join(there)}, "
-                "and `learner.freeze_router` leaves out routers"
+                f"`learner.lora.targets`: {target!r} names no matrix that can be adapted; there "
+                f"are {', '.join(there)}, and `learner.freeze_router` leaves out routers"
             )
         chosen |= found
     return chosen

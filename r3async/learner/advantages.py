@@ -1,17 +1,21 @@
-"""Advantages: rewards are credited to tokens, compared within a group, and become the column `advantages`.
+"""Advantages: rewards are credited to tokens, compared within a group, and become the
+column `advantages`.
 
-An episode's rewards become scores according to `algorithm.credit`, which also decides what is compared within a group:
+An episode's rewards become scores according to `algorithm.credit`, which also decides what is
+compared within a group:
 
-* `turn`: the reward of turn j with turn j of the episodes of the group that have one. All tokens of the turn share it.
-* `trajectory`: the sum of the episode's turn rewards with that of the other episodes. All sampled tokens of the episode
-  share it, in all of its samples (step-wise rows).
-* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in the order of its
-  turns, whichever samples they are in. Baseline and scale are those of the same sum at the beginning of the token's
-  turn, over the episodes that have that turn. This is for rewards that are credited at tokens. (Baseline and scale are
-  computed by turn, whereas GRPO with process supervision, arXiv 2402.03300, section 4.1.3, pools all steps.)
+* `turn`: the reward of turn j with turn j of the episodes of the group that have one. All tokens of
+  the turn share it.
+* `trajectory`: the sum of the episode's turn rewards with that of the other episodes. All sampled
+  tokens of the episode share it, in all of its samples (step-wise rows).
+* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in
+  the order of its turns, whichever samples they are in. Baseline and scale are those of the same
+  sum at the beginning of the token's turn, over the episodes that have that turn. This is for
+  rewards that are credited at tokens. (Baseline and scale are computed by turn, whereas GRPO with
+  process supervision, arXiv 2402.03300, section 4.1.3, pools all steps.)
 
-`compute_baseline_and_scale` turns scores into advantages. Tokens that no turn sampled have advantage 0. Episodes
-without turns have nothing to train and are compared with no other episode.
+`compute_baseline_and_scale` turns scores into advantages. Tokens that no turn sampled have
+advantage 0. Episodes without turns have nothing to train and are compared with no other episode.
 """
 
 from __future__ import annotations
@@ -28,16 +32,18 @@ from r3async.data.tokens import Sample, Trajectory, Turn
 
 STD_EPS = 1e-3
 SCORE_RESOLUTION = 4 * float(np.finfo(np.float32).eps)
-"""The relative difference up to which scores are equal, as a share of the largest. Rewards are stored as float32, and
-sums of the same rewards in another order (0.1 + 0.2, 0.3) differ by rounding. An advantage computed from rounding would
-be noise, scaled to full size."""
+"""The relative difference up to which scores are equal, as a share of the largest. Rewards are
+stored as float32, and sums of the same rewards in another order (0.1 + 0.2, 0.3) differ by
+rounding. An advantage computed from rounding would be noise, scaled to full size."""
 
 
-def compute_overlong_penalty(length: int, max_new_tokens: int, settings: OverlongPenaltyConfig) -> float:
+def compute_overlong_penalty(
+    length: int, max_new_tokens: int, settings: OverlongPenaltyConfig
+) -> float:
     """Return the penalty, at most 0, that is added to the reward of an answer of `length` tokens.
 
-    With `L = max_new_tokens`, it is `factor` times 0 up to `L - buffer` tokens, then `(L - buffer - length) / buffer`,
-    and -1 from L on. DAPO, arXiv 2503.14476, eq. 13.
+    With `L = max_new_tokens`, it is `factor` times 0 up to `L - buffer` tokens, then
+    `(L - buffer - length) / buffer`, and -1 from L on. DAPO, arXiv 2503.14476, eq. 13.
     """
     if not settings.buffer:
         return 0.0
@@ -46,40 +52,54 @@ def compute_overlong_penalty(length: int, max_new_tokens: int, settings: Overlon
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Return True if the episode ended because its context was full or time ran out, or if its last answer was cut."""
+    """Return True if the episode ended because its context was full or time ran out, or if its
+    last answer was cut."""
     return trajectory.stop_reason in ("length", "timeout") or any(
-        turn.stop_reason == "length" for turn in sorted(trajectory.turns, key=lambda t: t.index)[-1:]
+        turn.stop_reason == "length"
+        for turn in sorted(trajectory.turns, key=lambda t: t.index)[-1:]
     )
 
 
 def assign_advantages(
-    groups: Sequence[Sequence[Trajectory]], config: AlgorithmConfig, *, max_new_tokens: int | None = None
+    groups: Sequence[Sequence[Trajectory]],
+    config: AlgorithmConfig,
+    *,
+    max_new_tokens: int | None = None,
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Return the samples of all groups of a step, in order, with the column `advantages` (float32 `[T]`), and figures.
+    """Return the samples of all groups of a step, in order, with the column `advantages` (float32
+    `[T]`), and figures.
 
-    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups with zero variance, and
-    `overlong_filter` drops episodes that ended by length (their scores are still compared with those of others).
-    `max_new_tokens` is needed for `compute_overlong_penalty`, whose value is added to the reward of each turn (and, with
+    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups with
+    zero variance, and `overlong_filter` drops episodes that ended by length (their scores are
+    still compared with those of others). `max_new_tokens` is needed for
+    `compute_overlong_penalty`, whose value is added to the reward of each turn (and, with
     `credit = "token"`, to that of its last token).
 
-    A group has zero variance if no compared scores differ without the penalty: answers that are all wrong have nothing
-    to compare, whatever their lengths. Kept in training, such a group has advantages by length.
+    A group has zero variance if no compared scores differ without the penalty: answers that are all
+    wrong have nothing to compare, whatever their lengths. Kept in training, such a group has
+    advantages by length.
 
     The figures are always the same: `advantage/zero_variance_groups` (groups with zero variance),
-    `advantage/zero_variance_share` (as a share of all groups), `advantage/overlong_samples` (episodes that
-    ended by length), `advantage/filtered_tokens` (tokens that are no longer trained), `advantage/overlong_penalty`
-    (mean over turns), and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
+    `advantage/zero_variance_share` (as a share of all groups), `advantage/overlong_samples`
+    (episodes that ended by length), `advantage/filtered_tokens` (tokens that are no longer
+    trained), `advantage/overlong_penalty` (mean over turns), and over trained tokens
+    `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
-    Each trajectory must be trainable (`schedule.validation.check_trajectory`). Raises `ValueError` if a group holds
-    trajectories of another group.
+    Each trajectory must be trainable (`schedule.validation.check_trajectory`). Raises `ValueError`
+    if a group holds trajectories of another group.
     """
     if config.overlong_penalty.buffer and max_new_tokens is None:
         raise ValueError("`overlong_penalty` needs `max_new_tokens`")
-    episodes = [[_EpisodeTokens.from_trajectory(t, config, max_new_tokens or 0) for t in group] for group in groups]
+    episodes = [
+        [_EpisodeTokens.from_trajectory(t, config, max_new_tokens or 0) for t in group]
+        for group in groups
+    ]
     samples: list[Sample] = []
     masks: list[np.ndarray] = []
     values: list[np.ndarray] = []
-    flat, overlong, before = 0, 0, 0
+    flat = 0
+    overlong = 0
+    before = 0
     for group in episodes:
         differs = _assign_group_advantages(group, config)
         flat += not differs
@@ -87,17 +107,23 @@ def assign_advantages(
             cut = is_overlong(episode.trajectory)
             drop = (config.filter_zero_variance and not differs) or (config.overlong_filter and cut)
             overlong += cut
-            for sample, advantages in zip(episode.trajectory.samples, episode.split_advantages(), strict=True):
+            for sample, advantages in zip(
+                episode.trajectory.samples, episode.split_advantages(), strict=True
+            ):
                 mask = sample.table["loss_mask"]
                 before += int(np.count_nonzero(mask))
                 samples.append(sample)
                 masks.append(np.zeros_like(mask) if drop else mask)
                 values.append(advantages.astype(np.float32))
     # Tokens without a log-prob are not trained, so they count in no mean and no standard deviation.
-    known = [m & np.isfinite(s.table["rollout_logprobs"]) for m, s in zip(masks, samples, strict=True)]
+    known = [
+        m & np.isfinite(s.table["rollout_logprobs"]) for m, s in zip(masks, samples, strict=True)
+    ]
     if config.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
         values = standardize_advantages(values, known)
-    trained = np.concatenate([v[m] for v, m in zip(values, known, strict=True)] or [np.zeros(0)]).astype(np.float64)
+    trained = np.concatenate(
+        [v[m] for v, m in zip(values, known, strict=True)] or [np.zeros(0)]
+    ).astype(np.float64)
     penalties = [p for group in episodes for e in group for p in e.penalties.values()]
     figures = {
         "advantage/zero_variance_groups": float(flat),
@@ -126,24 +152,31 @@ class _EpisodeTokens:
     token_turns: np.ndarray
     """int32 `[N]`: the turn that sampled each token, or -1."""
     reward_to_go: np.ndarray
-    """float64 `[N]`: the sum of the column `rewards` and penalties from a token to the end; for credit by token only."""
+    """float64 `[N]`: the sum of the column `rewards` and penalties from a token to the end; for
+    credit by token only."""
     task_reward_to_go: np.ndarray
     """float64 `[N]`: the same without penalties."""
     advantages: np.ndarray
     """float64 `[N]`: the advantages, 0 until `_assign_group_advantages` sets them."""
 
     @staticmethod
-    def from_trajectory(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _EpisodeTokens:
+    def from_trajectory(
+        trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int
+    ) -> _EpisodeTokens:
         turns = {turn.index: turn for turn in trajectory.turns}
         penalties = {
             i: compute_overlong_penalty(t.stop - t.start, max_new_tokens, config.overlong_penalty)
             for i, t in turns.items()
         }
         tables = [sample.table for sample in trajectory.samples]
-        turn = tables[0]["turn"] if len(tables) == 1 else np.concatenate([t["turn"] for t in tables])
+        turn = (
+            tables[0]["turn"] if len(tables) == 1 else np.concatenate([t["turn"] for t in tables])
+        )
         advantages = np.zeros(len(turn))
         if config.credit != "token":
-            return _EpisodeTokens(trajectory, turns, penalties, turn, np.zeros(0), np.zeros(0), advantages)
+            return _EpisodeTokens(
+                trajectory, turns, penalties, turn, np.zeros(0), np.zeros(0), advantages
+            )
         order = _order_by_turn(turn, [len(t) for t in tables])
         rewards = np.concatenate([t["rewards"] for t in tables]).astype(np.float64)
         task_to_go = _sum_to_end(rewards, order)
@@ -151,7 +184,9 @@ class _EpisodeTokens:
             at = np.flatnonzero(turn == index)
             if penalty and len(at):
                 rewards[at[-1]] += penalty
-        return _EpisodeTokens(trajectory, turns, penalties, turn, _sum_to_end(rewards, order), task_to_go, advantages)
+        return _EpisodeTokens(
+            trajectory, turns, penalties, turn, _sum_to_end(rewards, order), task_to_go, advantages
+        )
 
     def turn_reward(self, turn: int) -> float:
         """Return the reward of one turn, its penalty included."""
@@ -159,12 +194,15 @@ class _EpisodeTokens:
 
     def split_advantages(self) -> list[np.ndarray]:
         """Return `advantages`, split by sample."""
-        edges = itertools.accumulate((len(sample.table) for sample in self.trajectory.samples), initial=0)
+        edges = itertools.accumulate(
+            (len(sample.table) for sample in self.trajectory.samples), initial=0
+        )
         return [self.advantages[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def _order_by_turn(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Return int64 `[N]`: the order of an episode's tokens, laid end to end by sample, that follows its turns.
+    """Return int64 `[N]`: the order of an episode's tokens, laid end to end by sample, that
+    follows its turns.
 
     A token that no turn sampled comes after the turn before it in its sample, or before all turns.
 
@@ -181,7 +219,8 @@ def _order_by_turn(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _sum_to_end(rewards: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return float64 `[N]`: the sum of `rewards` from each token to the end, in this order of tokens."""
+    """Return float64 `[N]`: the sum of `rewards` from each token to the end, in this
+    order of tokens."""
     sums = np.zeros(len(rewards))
     sums[order] = np.cumsum(rewards[order][::-1])[::-1]
     return sums
@@ -205,21 +244,28 @@ class _ComparedEpisode(NamedTuple):
 
 
 def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmConfig) -> bool:
-    """Set the advantages of one group's episodes. Return True if any compared scores differ without penalties."""
+    """Set the advantages of one group's episodes. Return True if any compared scores differ
+    without penalties."""
     indices = {e.trajectory.group_index for e in group}
     if len(indices) > 1:
-        raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
+        raise ValueError(
+            f"advantages are relative to one group, got trajectories of groups {sorted(indices)}"
+        )
     differs = False
     for compared in _iter_comparisons(group, config.credit):
         scores = [each.score for each in compared]
-        baselines, scale = compute_baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
+        baselines, scale = compute_baseline_and_scale(
+            scores, config.advantage, normalize_std=config.normalize_std
+        )
         for each, baseline in zip(compared, baselines.tolist(), strict=True):
             each.episode.advantages[each.tokens] = scale * (each.earned - baseline)
         differs |= has_variance([each.task_score for each in compared])
     return differs
 
 
-def group_has_variance(group: Sequence[Trajectory], config: AlgorithmConfig, max_new_tokens: int) -> bool:
+def group_has_variance(
+    group: Sequence[Trajectory], config: AlgorithmConfig, max_new_tokens: int
+) -> bool:
     """Return True if any compared scores in a group differ without penalties.
 
     `advantage/zero_variance_groups` counts the groups where none do.
@@ -229,7 +275,9 @@ def group_has_variance(group: Sequence[Trajectory], config: AlgorithmConfig, max
     return any(has_variance([each.task_score for each in compared]) for compared in comparisons)
 
 
-def _iter_comparisons(group: Sequence[_EpisodeTokens], credit: str) -> Iterator[list[_ComparedEpisode]]:
+def _iter_comparisons(
+    group: Sequence[_EpisodeTokens], credit: str
+) -> Iterator[list[_ComparedEpisode]]:
     """Yield the comparisons within a group."""
     if credit == "trajectory":
         compared = []
@@ -250,29 +298,36 @@ def _iter_comparisons(group: Sequence[_EpisodeTokens], credit: str) -> Iterator[
                 reward = e.turn_reward(index)
                 compared.append(_ComparedEpisode(e, at, reward, reward, e.turns[index].reward))
             elif len(at):
-                earned, first = e.reward_to_go[at], at[0]
-                compared.append(_ComparedEpisode(e, at, earned, float(earned[0]), float(e.task_reward_to_go[first])))
+                earned = e.reward_to_go[at]
+                first = at[0]
+                compared.append(
+                    _ComparedEpisode(
+                        e, at, earned, float(earned[0]), float(e.task_reward_to_go[first])
+                    )
+                )
         yield compared
 
 
-# -- advantages from scores ---------------------------------------------------------------------------------------------
+# -- advantages from scores ------------------------------------------------------------------------
 
 
 def has_variance(scores: Sequence[float] | np.ndarray) -> bool:
     """Return True if two scores differ by more than `SCORE_RESOLUTION`."""
     if len(scores) < 2:
         return False
-    low, high = float(np.min(scores)), float(np.max(scores))
+    low = float(np.min(scores))
+    high = float(np.max(scores))
     return high - low > SCORE_RESOLUTION * max(abs(low), abs(high))
 
 
 def compute_baseline_and_scale(
     scores: Sequence[float] | np.ndarray, estimator: str, *, normalize_std: bool = True
 ) -> tuple[np.ndarray, float]:
-    """Return the baselines, float64 `[n]`, and the scale for `scores` `[n]`, according to `algorithm.advantage`.
+    """Return the baselines, float64 `[n]`, and the scale for `scores` `[n]`, according to
+    `algorithm.advantage`.
 
-    The scores `r` of a group's n members are compared with each other; each estimator is a baseline `b_i` and a scale
-    `c`, and gives the advantage `c (r_i - b_i)`:
+    The scores `r` of a group's n members are compared with each other; each estimator is a baseline
+    `b_i` and a scale `c`, and gives the advantage `c (r_i - b_i)`:
 
     | name                                | `b_i`                | `c`                 | source                             |
     |-------------------------------------|----------------------|---------------------|------------------------------------|
@@ -283,12 +338,14 @@ def compute_baseline_and_scale(
     | `reinforce_pp_baseline`             | mean(r)              | 1, then batch       | arXiv 2501.03262, "w/ Baseline"    |
     | `reinforce_pp`                      | 0                    | 1, then batch       | arXiv 2501.03262                   |
 
-    std has n - 1 in the denominator. "Then batch": the mean of the advantages of all trained tokens of the step is
-    subtracted from them, and they are divided by their standard deviation (`standardize_advantages`).
+    std has n - 1 in the denominator. "Then batch": the mean of the advantages of all trained tokens
+    of the step is subtracted from them, and they are divided by their standard deviation
+    (`standardize_advantages`).
 
-    Fewer than two scores, or equal ones, have nothing to compare: their advantages are exactly 0, except under
-    `reinforce_pp`, which compares with the whole batch. So a batch has variance exactly where a trained token's
-    advantage is not 0, and this decides whether an update is made (`minibatch.Minibatch.skip_cause`).
+    Fewer than two scores, or equal ones, have nothing to compare: their advantages are exactly 0,
+    except under `reinforce_pp`, which compares with the whole batch. So a batch has variance
+    exactly where a trained token's advantage is not 0, and this decides whether an update is made
+    (`minibatch.Minibatch.skip_cause`).
     """
     values = np.asarray(scores, np.float64)
     n = len(values)
@@ -303,21 +360,32 @@ def compute_baseline_and_scale(
         return mean, float(1 / (values.std(ddof=1) + STD_EPS)) if normalize_std else 1.0
     if estimator == "maxrl":
         if values.min() < 0:
-            raise ValueError(f"`advantage` = 'maxrl' is for rewards >= 0, and there is one of {values.min():g}")
+            raise ValueError(
+                f"`advantage` = 'maxrl' is for rewards >= 0, and there is one of {values.min():g}"
+            )
         return mean, float(1 / values.mean())
     if estimator in ("dr_grpo", "reinforce_pp_baseline"):
         return mean, 1.0
     raise ValueError(f"advantage {estimator!r} is not known")
 
 
-def standardize_advantages(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+def standardize_advantages(
+    advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]
+) -> list[np.ndarray]:
     """Return float32 `[T_i]`: `(a - mean) / std` where `masks` is True, and 0 elsewhere.
 
-    Mean and standard deviation are over all tokens of the step where `masks` is True. If these are all equal, the
-    result is 0 everywhere.
+    Mean and standard deviation are over all tokens of the step where `masks` is True. If these are
+    all equal, the result is 0 everywhere.
     """
-    trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)]).astype(np.float64)
-    mean, scale = (float(trained.mean()), 1 / float(trained.std())) if has_variance(trained) else (0.0, 0.0)
+    trained = np.concatenate(
+        [a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)]
+    ).astype(np.float64)
+    if has_variance(trained):
+        mean = float(trained.mean())
+        scale = 1 / float(trained.std())
+    else:
+        mean = 0.0
+        scale = 0.0
     return [
         np.where(m, (a.astype(np.float64) - mean) * scale, 0.0).astype(np.float32)
         for a, m in zip(advantages, masks, strict=True)

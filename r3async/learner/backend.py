@@ -1,4 +1,5 @@
-"""The base class of all backends: ranks, passes over micro-batches, saved state, and the methods left to each."""
+"""The base class of all backends: ranks, passes over micro-batches, saved state, and the
+methods left to each."""
 
 from __future__ import annotations
 
@@ -32,24 +33,27 @@ from r3async.learner.state import capture_learner_state, restore_learner_state
 from r3async.learner.trust_region import TrustRegion
 
 TokenScores = tuple[Tensor, Tensor]
-"""Log-probs of some tokens, and the entropies of the distributions that they come from: float32 `[M]` each."""
+"""Log-probs of some tokens, and the entropies of the distributions that they come from:
+float32 `[M]` each."""
 ScoreCallback = Callable[[int, Tensor, Tensor], Tensor | None]
-"""The callback `finish(index, log-probs, entropies)` for a micro-batch; a loss that it returns is propagated back."""
+"""The callback `finish(index, log-probs, entropies)` for a micro-batch; a loss that it returns is
+propagated back."""
 RoutesCallback = Callable[[int, MicroBatchRoutes], object]
 """The callback `visit(index, routes)`, called with the choices of this rank's routers."""
 
 
 class LearnerBackend:
-    """A model and its optimizer, or this process's part of them. `trainer.py` runs training steps on it.
+    """A model and its optimizer, or this process's part of them. `trainer.py` runs
+    training steps on it.
 
-    A backend builds the model (in its `from_pretrained`, which is collective; constructors are not), runs its forward
-    passes and exports it; the rest is implemented here. With several ranks (`learner.parallel`), every call is
-    collective: all ranks have to make it, in the same order. Ranks that share a data-parallel index are given the same
-    micro-batches; data-parallel ranks are given the same *number* of them (`micro_batches.make_padding_batch` provides the
-    missing ones).
+    A backend builds the model (in its `from_pretrained`, which is collective; constructors are
+    not), runs its forward passes and exports it; the rest is implemented here. With several ranks
+    (`learner.parallel`), every call is collective: all ranks have to make it, in the same order.
+    Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are
+    given the same *number* of them (`micro_batches.make_padding_batch` provides the missing ones).
 
-    Every call must come from the thread that built the backend. It need not be the main thread, but it has to be a
-    single one: grad mode and the number of OpenMP threads are per thread in torch.
+    Every call must come from the thread that built the backend. It need not be the main thread, but
+    it has to be a single one: grad mode and the number of OpenMP threads are per thread in torch.
 
     Raises `LearnerError` if `learner.expert_bias_rate` is set and the model has no expert biases.
 
@@ -78,16 +82,23 @@ class LearnerBackend:
         expert_biases: Sequence[ExpertBias] = (),
     ):
         check_expert_biases(expert_biases, config.learner, replay)
-        self.config, self.model_path, self.ranks, self.vocab_size = config, model_path, ranks, vocab_size
-        self.replay, self.optimizer = replay, optimizer
+        self.config = config
+        self.model_path = model_path
+        self.ranks = ranks
+        self.vocab_size = vocab_size
+        self.replay = replay
+        self.optimizer = optimizer
         self.trust_region = TrustRegion(config.algorithm.rollout_kl)
-        self._adapters, self.expert_biases = adapters, expert_biases
+        self._adapters = adapters
+        self.expert_biases = expert_biases
         self.stage_digests = StageDigests() if config.observe.record == "full" else None
         if self.stage_digests is not None:
             optimizer.on_gradients = self.stage_digests.add_gradients
         self._reference: ReferenceWeights | LoraAdapters | None = None
         if config.algorithm.reference_kl.coef:
-            self._reference = adapters or ReferenceWeights([*parameters, *(bias.tensor for bias in expert_biases)])
+            self._reference = adapters or ReferenceWeights(
+                [*parameters, *(bias.tensor for bias in expert_biases)]
+            )
 
     @property
     def update_count(self) -> int:
@@ -103,13 +114,16 @@ class LearnerBackend:
         return self.config.learner.parallel.world_size == 1
 
     def pad_for_parallel(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with padding that makes sequence-parallel and context-parallel parts equal."""
+        """Return the micro-batches with padding that makes sequence-parallel and
+        context-parallel parts equal."""
         p = self.config.learner.parallel
         return [pad_to_multiple(m, p.cp * p.tp) for m in micro_batches]
 
-    # -- implemented by each backend -------------------------------------------------------------------------------
+    # -- implemented by each backend ---------------------------------------------------------------
 
-    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Any:
+    def forward(
+        self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None
+    ) -> Any:
         """Run this rank's part of the model on the micro-batch and return its output.
 
         On the last pipeline stage, this is what `score_tokens` takes.
@@ -128,28 +142,33 @@ class LearnerBackend:
         raise NotImplementedError
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """Return a snapshot of all weights by their Hugging Face checkpoint names, contiguous, in the compute dtype.
+        """Return a snapshot of all weights by their Hugging Face checkpoint names, contiguous, in
+        the compute dtype.
 
-        Rank 0 gets the weights, other ranks get nothing. Later steps do not change the snapshot. Without `copy` they
-        may, and tensors need not be contiguous: this is for callers that copy the weights themselves, at once.
+        Rank 0 gets the weights, other ranks get nothing. Later steps do not change the snapshot.
+        Without `copy` they may, and tensors need not be contiguous: this is for callers that copy
+        the weights themselves, at once.
         """
         raise NotImplementedError
 
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that this rank exports, as `export_weights(copy=False)` would return them.
+        """Yield the weights that this rank exports, as `export_weights(copy=False)`
+        would return them.
 
-        Over all ranks each weight comes exactly once, whole, and no rank holds much more of them than its part of the
-        model. The memory gathered for one weight is free again when the next one is requested. Collective: all ranks
-        have to iterate to the end.
+        Over all ranks each weight comes exactly once, whole, and no rank holds much more of them
+        than its part of the model. The memory gathered for one weight is free again when the next
+        one is requested. Collective: all ranks have to iterate to the end.
         """
         raise NotImplementedError
 
     def parameter_slices(self) -> list[ShardSlice]:
-        """Return where this rank's part of each unfrozen parameter lies in the whole, in the optimizer's order."""
+        """Return where this rank's part of each unfrozen parameter lies in the whole, in the
+        optimizer's order."""
         raise NotImplementedError
 
     def trained_slices(self) -> list[ShardSlice]:
-        """Return the slices of the trained tensors: those of `parameter_slices`, or of the adapters on them."""
+        """Return the slices of the trained tensors: those of `parameter_slices`, or of the
+        adapters on them."""
         return (
             self.parameter_slices()
             if self._adapters is None
@@ -161,7 +180,9 @@ class LearnerBackend:
 
         These are all trained ones, or its share of them (`learner.shard_optimizer`).
         """
-        shared = zip(self.trained_slices(), self.optimizer.parameters, self.optimizer.shares, strict=True)
+        shared = zip(
+            self.trained_slices(), self.optimizer.parameters, self.optimizer.shares, strict=True
+        )
         return [held.narrow_to_share(parameter.shape, share) for held, parameter, share in shared]
 
     def run_schedule(
@@ -172,7 +193,8 @@ class LearnerBackend:
         *,
         backward: bool,
     ) -> None:
-        """Run micro-batches `0..count`, each forward and, with `backward`, back before the next one."""
+        """Run micro-batches `0..count`, each forward and, with `backward`, back
+        before the next one."""
         for index in range(count):
             with self.replay.bind_pipelined() as bind:
                 loss = on_output(index, forward(index, bind))
@@ -193,12 +215,13 @@ class LearnerBackend:
         """Fill in `values` on every stage from those of the last pipeline stage."""
 
     def all_reduce_routes(self, routes: Tensor) -> None:
-        """Sum, in place, the ranks' parts of a micro-batch's routes; each rank has zeros outside of its part."""
+        """Sum, in place, the ranks' parts of a micro-batch's routes; each rank has zeros
+        outside of its part."""
 
     def close(self) -> None:
         """Release the process group, if this backend created it."""
 
-    # -- passes ----------------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
     def run_micro_batches(
         self,
@@ -210,12 +233,13 @@ class LearnerBackend:
         on_routes: RoutesCallback | None = None,
         backward: bool = False,
     ) -> None:
-        """Run forward passes over micro-batches and, with `backward`, back through the loss that `on_scores` returns.
+        """Run forward passes over micro-batches and, with `backward`, back through the loss that
+        `on_scores` returns.
 
         Args:
             on_scores: Called with the scores of `rows[index]`, on the ranks that have them.
-            replay: Each micro-batch has its recorded routes, as `routing.replay` says; otherwise routers choose for
-                themselves.
+            replay: Each micro-batch has its recorded routes, as `routing.replay` says; otherwise
+                routers choose for themselves.
         """
 
         def forward(index: int, bind: RouteBinder) -> Any:
@@ -245,7 +269,8 @@ class LearnerBackend:
             self.reset_forward_state()
 
     def abort_step(self) -> None:
-        """Discard what a failed step left behind: its gradients, its counts, its state in the model."""
+        """Discard what a failed step left behind: its gradients, its counts, its
+        state in the model."""
         self.optimizer.zero_grad()
         self.replay.pop_counts()
         self.reset_forward_state()
@@ -258,20 +283,24 @@ class LearnerBackend:
         use_reference: bool = False,
         trained_only: bool = False,
     ) -> list[np.ndarray]:
-        """Return the log-probs of each micro-batch's tokens at their samples' temperatures, from a forward-only pass.
+        """Return the log-probs of each micro-batch's tokens at their samples' temperatures, from a
+        forward-only pass.
 
-        For each micro-batch they are float32 `[N]`, and 0 for the first token of a sample and for padding. Every rank
-        returns those of its own micro-batches.
+        For each micro-batch they are float32 `[N]`, and 0 for the first token of a sample and for
+        padding. Every rank returns those of its own micro-batches.
 
         Args:
             replay: See `run_micro_batches`.
-            use_reference: Use the weights that the learner began with (`algorithm.reference_kl.coef` must not be 0).
-            trained_only: Compute logits only for tokens in `loss_mask`; the log-probs of the others are 0.
+            use_reference: Use the weights that the learner began with
+                (`algorithm.reference_kl.coef` must not be 0).
+            trained_only: Compute logits only for tokens in `loss_mask`; the log-probs of
+                the others are 0.
         """
         if use_reference:
             if self._reference is None:
                 raise LearnerError(
-                    "there is no reference model: algorithm.reference_kl.coef was 0 when the learner started"
+                    "there is no reference model: algorithm.reference_kl.coef was 0 when "
+                    "the learner started"
                 )
             with self._reference.use_reference_weights():
                 return self.logprobs(micro_batches, replay=replay, trained_only=trained_only)
@@ -288,14 +317,17 @@ class LearnerBackend:
         return [values[: m.num_tokens] for values, m in zip(out, micro_batches, strict=True)]
 
     def record_learner_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with the routes that the learner itself chooses now, in a forward-only pass.
+        """Return the micro-batches with the routes that the learner itself chooses now, in a
+        forward-only pass.
 
         This is R2 in the comparison of arXiv 2510.11370 (`routing.replay = learner`).
         """
-        layers, top_k = self.replay.num_moe_layers, self.replay.top_k
+        layers = self.replay.num_moe_layers
+        top_k = self.replay.top_k
         if not layers:
             return list(micro_batches)
-        # Recorded routes are removed: no layer's choice may depend on what an earlier layer replays.
+        # Recorded routes are removed: no layer's choice may depend on what an
+        # earlier layer replays.
         bare = [
             replace(m, table=m.table.without_columns("routed_experts", "routing_recorded"))
             for m in self.pad_for_parallel(micro_batches)
@@ -304,7 +336,9 @@ class LearnerBackend:
 
         def visit(index: int, routes: MicroBatchRoutes) -> None:
             part = self.replay.slice_tokens(bare[index].num_tokens)
-            for column, own in zip(self.replay.moe_layer_indices, routes.preferred_experts, strict=True):
+            for column, own in zip(
+                self.replay.moe_layer_indices, routes.preferred_experts, strict=True
+            ):
                 assert own is not None
                 chosen[index][part, column] = own.cpu().int()
 
@@ -320,20 +354,24 @@ class LearnerBackend:
         return out
 
     def score_sequence(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """Return float32 `[T - 1]`: the log-prob of each token after the first of int `[T]`, without replay."""
+        """Return float32 `[T - 1]`: the log-prob of each token after the first of int
+        `[T]`, without replay."""
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
-            raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
+            raise ValueError(
+                f"score needs at least two tokens in one dimension, got shape {token_ids.shape}"
+            )
         sample = Sample("scored", TokenTable.from_tokens(token_ids), temperature)
         return self.logprobs([collate_samples([sample])], replay=False)[0][1:]
 
-    # -- saved state -----------------------------------------------------------------------------------------------
+    # -- saved state -------------------------------------------------------------------------------
 
     def capture_state(self) -> RankState:
-        """Capture this rank's state for `checkpoint.tensors.write_rank_file`, see `state.capture_learner_state`.
+        """Capture this rank's state for `checkpoint.tensors.write_rank_file`, see
+        `state.capture_learner_state`.
 
-        Not collective, but all ranks have to capture theirs between the same two steps. The reference model is not part
-        of it: it is loaded from the path that the run began with.
+        Not collective, but all ranks have to capture theirs between the same two steps. The
+        reference model is not part of it: it is loaded from the path that the run began with.
         """
         return capture_learner_state(self)
 
@@ -342,32 +380,42 @@ class LearnerBackend:
 
         Not collective; every rank has to make the call.
 
-        The learner must have been built from the path that the run began with. If the number of ranks differs from the
-        one that wrote the state, random number generators stay as they are. Without `with_optimizer` only the weights
-        are read, for `save_pretrained`. Raises what `state.restore_learner_state` raises; the learner must not be used
-        after that.
+        The learner must have been built from the path that the run began with. If the number of
+        ranks differs from the one that wrote the state, random number generators stay as they are.
+        Without `with_optimizer` only the weights are read, for `save_pretrained`. Raises what
+        `state.restore_learner_state` raises; the learner must not be used after that.
         """
         restore_learner_state(self, saved, with_optimizer=with_optimizer)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the weights as a Hugging Face model directory, on a file system that all ranks share.
+        """Write the weights as a Hugging Face model directory, on a file system that
+        all ranks share.
 
-        Configuration and tokenizer are those of the source model. The directory is written aside and renamed:
-        `directory` is complete or absent. An existing one is replaced. Raises what `model_directory.save_model` raises.
+        Configuration and tokenizer are those of the source model. The directory is written aside
+        and renamed: `directory` is complete or absent. An existing one is replaced. Raises what
+        `model_directory.save_model` raises.
         """
         try:
             save_model(
-                Path(directory), self.model_path, self.iter_full_weights(), self.config.learner.dtype, self.ranks
+                Path(directory),
+                self.model_path,
+                self.iter_full_weights(),
+                self.config.learner.dtype,
+                self.ranks,
             )
         finally:
-            # If writing fails here, the other ranks must not wait forever; they learn of it when this process ends.
+            # If writing fails here, the other ranks must not wait forever; they learn of it when
+            # this process ends.
             self.ranks.barrier()
 
 
 def find_predicted_rows(micro_batch: MicroBatch, *, trained_only: bool) -> np.ndarray:
-    """Return int64 `[M]`: the rows of tokens that have a token before them in their sample, padding left out.
+    """Return int64 `[M]`: the rows of tokens that have a token before them in their sample,
+    padding left out.
 
     With `trained_only`, only tokens in `loss_mask`.
     """
     rows = micro_batch.positions[: micro_batch.num_real_tokens] > 0
-    return np.flatnonzero(rows & micro_batch.table["loss_mask"][: len(rows)] if trained_only else rows)
+    return np.flatnonzero(
+        rows & micro_batch.table["loss_mask"][: len(rows)] if trained_only else rows
+    )

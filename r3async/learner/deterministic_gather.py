@@ -13,14 +13,17 @@ from r3async.learner.device_upload import upload_array
 
 
 class DeterministicGather:
-    """A gather with a deterministic gradient: `gather(x)` returns rows `source_rows` int64 `[P]` of `x [N, ...]`.
+    """A gather with a deterministic gradient: `gather(x)` returns rows `source_rows` int64 `[P]`
+    of `x [N, ...]`.
 
-    The gradient of a row is the sum of those at its `gradient_slots`, in order. `slot_offsets` int64 `[N]` says where
-    the slots of each row begin; it is None if each row has one slot.
+    The gradient of a row is the sum of those at its `gradient_slots`, in order. `slot_offsets`
+    int64 `[N]` says where the slots of each row begin; it is None if each row has one slot.
     """
 
     def __init__(self, source_rows: Tensor, gradient_slots: Tensor, slot_offsets: Tensor | None):
-        self.source_rows, self.gradient_slots, self.slot_offsets = source_rows, gradient_slots, slot_offsets
+        self.source_rows = source_rows
+        self.gradient_slots = gradient_slots
+        self.slot_offsets = slot_offsets
 
     @staticmethod
     def from_index(index: np.ndarray, total: int, device: torch.device) -> DeterministicGather:
@@ -47,12 +50,14 @@ class DeterministicGather:
 class _GatherRows(torch.autograd.Function):
     """The autograd function of `DeterministicGather`.
 
-    For slots whose gradient is zero this equals the scatter-add that indexing would do, and is much faster; and where a
-    row is gathered several times, its sum has a fixed order also on CUDA.
+    For slots whose gradient is zero this equals the scatter-add that indexing would do, and is much
+    faster; and where a row is gathered several times, its sum has a fixed order also on CUDA.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor, offsets: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, slots: Tensor, offsets: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(slots, offsets)
         return x.index_select(0, index)
 

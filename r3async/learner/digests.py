@@ -1,8 +1,9 @@
-"""Digests of the stages of a step: two runs of the same step diverge at the first stage whose digests differ.
+"""Digests of the stages of a step: two runs of the same step diverge at the first stage
+whose digests differ.
 
-A digest is a number of 64 bits. Digests of several tensors, micro-batches or ranks are summed, each with its name
-hashed in, so that order does not matter. Every bit counts: `-0.0` is not `0.0`. Digests can be compared only between
-runs with the same layout of ranks.
+A digest is a number of 64 bits. Digests of several tensors, micro-batches or ranks are summed, each
+with its name hashed in, so that order does not matter. Every bit counts: `-0.0` is not `0.0`.
+Digests can be compared only between runs with the same layout of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ DIGEST_MODULUS = 2**64
 RANK_STAGES = ("logprobs", "gradients", "weights", "moments")
 """The stages that each rank digests, in the order of a step."""
 DIGEST_STAGES = ("trajectories", "advantages", "packing", *RANK_STAGES, "metrics")
-"""All stages, in the order of a step; `metrics` follow from all the others, and their differences have names."""
+"""All stages, in the order of a step; `metrics` follow from all the others, and their
+differences have names."""
 
 
 def compute_digest(name: str, value: np.ndarray | torch.Tensor) -> int:
@@ -39,7 +41,9 @@ def compute_digest(name: str, value: np.ndarray | torch.Tensor) -> int:
     )
     hashed = xxhash.xxh3_64(f"{name} {array.dtype} {tuple(value.shape)}".encode())
     plain: Any = (
-        array.reshape(-1).view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else array.view(np.uint8)
+        array.reshape(-1).view(torch.uint8).numpy()
+        if isinstance(array, torch.Tensor)
+        else array.view(np.uint8)
     )
     hashed.update(plain)
     return hashed.intdigest()
@@ -59,7 +63,8 @@ class StageDigests:
         self._digests[stage] = (self._digests[stage] + compute_digest(name, value)) % DIGEST_MODULUS
 
     def wrap_loss(self, loss: ScoreCallback) -> ScoreCallback:
-        """Return a function that digests a micro-batch's log-probs, then calls `loss` with them and their entropies."""
+        """Return a function that digests a micro-batch's log-probs, then calls `loss` with them and
+        their entropies."""
 
         def looked(index: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
             self.add("logprobs", str(index), logprobs)
@@ -72,7 +77,9 @@ class StageDigests:
         for index, gradient in enumerate(gradients):
             self.add("gradients", str(index), to_local(gradient))
 
-    def pop_digests(self, optimizer: MasterAdamW, expert_biases: Sequence[ExpertBias]) -> dict[str, int]:
+    def pop_digests(
+        self, optimizer: MasterAdamW, expert_biases: Sequence[ExpertBias]
+    ) -> dict[str, int]:
         """Return the digests of the minibatch that has just been trained, and start the next one.
 
         They include the optimizer's state as it is now.
@@ -82,25 +89,30 @@ class StageDigests:
                 self.add("weights" if kind == "master" else "moments", f"{index} {kind}", tensor)
         for bias in expert_biases:
             self.add("weights", bias.name, bias.tensor)
-        found, self._digests = self._digests, dict.fromkeys(RANK_STAGES, 0)
+        found = self._digests
+        self._digests = dict.fromkeys(RANK_STAGES, 0)
         return found
 
 
 def digest_samples(samples: Sequence[Sample]) -> int:
-    """Return the digest of the columns that a step adds to samples: advantages, weights in the loss, episodes.
+    """Return the digest of the columns that a step adds to samples: advantages, weights in
+    the loss, episodes.
 
     Each column is digested once over all samples, as there may be hundreds of short ones.
     """
     which = " ".join(f"{sample.sample_id}:{len(sample.table)}" for sample in samples)
     return sum_digests(
-        compute_digest(f"{name} {which}", np.concatenate([sample.table[name] for sample in samples]))
+        compute_digest(
+            f"{name} {which}", np.concatenate([sample.table[name] for sample in samples])
+        )
         for name in ("advantages", "loss_weights", "episode", "place")
         if samples
     )
 
 
 def digest_packing(micro_batches: Sequence[Sequence[MicroBatch]]) -> int:
-    """Return the digest of the packing: the samples in each micro-batch of each rank, and their positions."""
+    """Return the digest of the packing: the samples in each micro-batch of each rank, and
+    their positions."""
     return sum_digests(
         compute_digest(f"{rank} {at} {' '.join(m.sample_ids)}", _packing_layout(m))
         for rank, mine in enumerate(micro_batches)
@@ -110,4 +122,6 @@ def digest_packing(micro_batches: Sequence[Sequence[MicroBatch]]) -> int:
 
 def _packing_layout(m: MicroBatch) -> np.ndarray:
     prefixes: Any = np.zeros(0) if m.prefixes is None else m.prefixes
-    return np.concatenate([np.asarray(m.cu_seqlens, np.int64), np.asarray(prefixes, np.int64).reshape(-1)])
+    return np.concatenate(
+        [np.asarray(m.cu_seqlens, np.int64), np.asarray(prefixes, np.int64).reshape(-1)]
+    )

@@ -1,12 +1,15 @@
-"""The teacher of on-policy distillation, which scores, token by token, what the learner's engines sampled.
+"""The teacher of on-policy distillation, which scores, token by token, what the learner's
+engines sampled.
 
-On samples of the learner itself, the mean of `(log learner - log teacher) grad log learner` is the gradient of
-KL(learner || teacher) at each token (MiniLLM, arXiv 2306.08543, eq. 3, with the reward of the token alone; on-policy:
-arXiv 2306.13649). So `coef (log teacher - log rollout)` is added to the token's advantage. It is trained with the same
-policy loss, trust region and corrections as rewards, and tokens that are stale or clipped are treated in the same way.
+On samples of the learner itself, the mean of `(log learner - log teacher) grad log learner` is the
+gradient of KL(learner || teacher) at each token (MiniLLM, arXiv 2306.08543, eq. 3, with the reward
+of the token alone; on-policy: arXiv 2306.13649). So `coef (log teacher - log rollout)` is added to
+the token's advantage. It is trained with the same policy loss, trust region and corrections as
+rewards, and tokens that are stale or clipped are treated in the same way.
 
-The teacher is a frozen model that the learner's ranks hold beside their own, with the same backend and the same
-sharding. It uses its own routers' choice, at the sample's temperature and over the sample's support.
+The teacher is a frozen model that the learner's ranks hold beside their own, with the same backend
+and the same sharding. It uses its own routers' choice, at the sample's temperature and over the
+sample's support.
 """
 
 from __future__ import annotations
@@ -36,14 +39,16 @@ TOKENIZER_FILE = "tokenizer.json"
 def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
     """Return the teacher of a learner of `model_path`, or None if none is configured.
 
-    Collective. Raises `LearnerError` if the teacher's tokens are not the learner's, or if the backend does not support
-    it.
+    Collective. Raises `LearnerError` if the teacher's tokens are not the learner's, or if the
+    backend does not support it.
     """
     settings = config.algorithm.distillation
     if not settings.teacher:
         return None
     check_same_vocabulary(model_path, Path(settings.teacher))
-    alone = msgspec.structs.replace(config.algorithm, reference_kl=type(config.algorithm.reference_kl)())
+    alone = msgspec.structs.replace(
+        config.algorithm, reference_kl=type(config.algorithm.reference_kl)()
+    )
     plain = msgspec.structs.replace(
         config,
         algorithm=alone,
@@ -61,8 +66,8 @@ def check_same_vocabulary(model: Path, teacher: Path) -> None:
     except (OSError, ValueError) as error:
         raise LearnerError(f"algorithm.distillation.teacher = {str(teacher)!r}: {error}") from error
     raise LearnerError(
-        f"algorithm.distillation.teacher = {str(teacher)!r} has other tokens than {str(model)!r}: it can judge only tokens of "
-        "its own tokenizer"
+        f"algorithm.distillation.teacher = {str(teacher)!r} has other tokens than {str(model)!r}: "
+        "it can judge only tokens of its own tokenizer"
     )
 
 
@@ -73,11 +78,18 @@ def _read_vocabulary(directory: Path) -> Any:
 
 
 def add_teacher_advantages(
-    teacher: LearnerBackend, micro_batches: Sequence[MicroBatch], settings: DistillationConfig, ranks: RankGroup
+    teacher: LearnerBackend,
+    micro_batches: Sequence[MicroBatch],
+    settings: DistillationConfig,
+    ranks: RankGroup,
 ) -> tuple[list[MicroBatch], dict[str, float]]:
-    """Return the micro-batches with the teacher's term in their column `advantages`, and figures. Collective."""
-    judged, sums = [], np.zeros(2)
-    for m, said in zip(micro_batches, teacher.logprobs(micro_batches, replay=False, trained_only=True), strict=True):
+    """Return the micro-batches with the teacher's term in their column `advantages`, and
+    figures. Collective."""
+    judged = []
+    sums = np.zeros(2)
+    for m, said in zip(
+        micro_batches, teacher.logprobs(micro_batches, replay=False, trained_only=True), strict=True
+    ):
         rollout = m.table["rollout_logprobs"]
         trained = m.table["loss_mask"] & np.isfinite(rollout)
         better = np.where(trained, said - rollout, 0.0).astype(np.float32)

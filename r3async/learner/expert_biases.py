@@ -38,22 +38,27 @@ class ExpertBias:
     is_writer: bool
 
 
-def check_expert_biases(biases: Sequence[ExpertBias], learner: LearnerConfig, replay: RoutingReplay) -> None:
+def check_expert_biases(
+    biases: Sequence[ExpertBias], learner: LearnerConfig, replay: RoutingReplay
+) -> None:
     """Raise `LearnerError` if biases have to be updated and the model has none."""
     elsewhere = replay.num_moe_layers and not replay.moe_layer_indices
     if learner.expert_bias_rate and not biases and not elsewhere:
         raise LearnerError(
-            f"learner.expert_bias_rate = {learner.expert_bias_rate:g}, but no bias decides which experts this model chooses: set "
-            "it to 0"
+            f"learner.expert_bias_rate = {learner.expert_bias_rate:g}, but no bias decides which "
+            "experts this model chooses: set it to 0"
         )
 
 
 @torch.no_grad()
-def update_expert_biases(biases: Sequence[ExpertBias], expert_load: np.ndarray, rate: float) -> None:
-    """Raise by `rate` the biases of experts that got fewer tokens than their layer's mean, and lower the others'.
+def update_expert_biases(
+    biases: Sequence[ExpertBias], expert_load: np.ndarray, rate: float
+) -> None:
+    """Raise by `rate` the biases of experts that got fewer tokens than their layer's mean, and
+    lower the others'.
 
-    A bias stays if its expert got exactly the mean. `expert_load` `[layers, experts]` counts the tokens of a step over
-    all ranks.
+    A bias stays if its expert got exactly the mean. `expert_load` `[layers, experts]` counts the
+    tokens of a step over all ranks.
     """
     for bias in biases:
         tokens = expert_load[bias.moe_layer_index].astype(np.float64)

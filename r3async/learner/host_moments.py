@@ -18,12 +18,14 @@ OFFLOADED_MOMENTS = ("exp_avg", "exp_avg_sq")
 class HostMoments:
     """Steps `adam` through its parameters, a bucket at a time.
 
-    A moment's tensor stays where Adam created it, without memory; its values are in host memory, pinned where there is
-    CUDA. Every parameter is updated by the same kernel, and from the same numbers, as without offloading.
+    A moment's tensor stays where Adam created it, without memory; its values are in host memory,
+    pinned where there is CUDA. Every parameter is updated by the same kernel, and from the same
+    numbers, as without offloading.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, bucket_elements: int = OFFLOAD_BUCKET_ELEMENTS):
-        self._adam, self._bucket_elements = adam, bucket_elements
+        self._adam = adam
+        self._bucket_elements = bucket_elements
         self._host_values: dict[Tensor, dict[str, Tensor]] = {}
 
     def step(self, parameters: Sequence[Tensor]) -> None:
@@ -41,7 +43,8 @@ class HostMoments:
                 parameter.grad = None
 
     def get_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the values of a parameter's moments, in host memory; none before its first update."""
+        """Return the values of a parameter's moments, in host memory; none before
+        its first update."""
         return self._host_values.get(parameter, {})
 
     @contextlib.contextmanager
@@ -60,7 +63,9 @@ class HostMoments:
             moment = to_local(self._adam.state[parameter][name])
             host = self._host_values.setdefault(parameter, {})
             if name not in host:
-                host[name] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
+                host[name] = torch.empty(
+                    moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda
+                )
             host[name].copy_(moment)
             moment.untyped_storage().resize_(0)
 
@@ -74,13 +79,16 @@ class HostMoments:
             moment.untyped_storage().resize_(values.numel() * values.element_size())
             moment.copy_(values)
 
-    def _iter_buckets(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _iter_buckets(
+        self, gradients: Iterable[tuple[Tensor, Tensor]]
+    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
         bucket: list[tuple[Tensor, Tensor]] = []
         held = 0
         for parameter, gradient in gradients:
             if bucket and held + parameter.numel() > self._bucket_elements:
                 yield bucket
-                bucket, held = [], 0
+                bucket = []
+                held = 0
             bucket.append((parameter, gradient))
             held += parameter.numel()
         if bucket:

@@ -37,11 +37,14 @@ if TYPE_CHECKING:
 
 
 MIN_STEP_SHARE = 1 / 32
-"""Least share of a step that is made, however far it goes: `rollout_kl.max` skips a step before it is made."""
+"""Least share of a step that is made, however far it goes: `rollout_kl.max` skips a step
+before it is made."""
 LINE_SEARCH_TRIES = 5
-"""Shares of one step that are tried after the whole step: each takes one forward pass over the probed episodes."""
+"""Shares of one step that are tried after the whole step: each takes one forward pass over the
+probed episodes."""
 LINE_SEARCH_MARGIN = 0.9
-"""Factor of the share at which the drift would be at the limit, if it grew with the square of the share."""
+"""Factor of the share at which the drift would be at the limit, if it grew with the
+square of the share."""
 
 
 def apply_update(
@@ -52,16 +55,21 @@ def apply_update(
     drift: DriftSums,
     moments: GapMoments,
 ) -> OptimizerUpdate:
-    """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond `rollout_kl.max`.
+    """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond
+    `rollout_kl.max`.
 
-    Then shorten the step if the drift after it is beyond `rollout_kl.limit`. The coefficient of the next step follows
-    from the drift measured in this one, unless this one has zero variance. Collective.
+    Then shorten the step if the drift after it is beyond `rollout_kl.limit`. The coefficient of
+    the next step follows from the drift measured in this one, unless this one has zero
+    variance. Collective.
 
-    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
+    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`:
+    `compute_gap_moments`.
     """
-    optimizer, trust_region = backend.optimizer, backend.trust_region
+    optimizer = backend.optimizer
+    trust_region = backend.trust_region
     replayed = LossSums.compute_metrics(total)[REPLAYED_DRIFT_METRIC]
-    served, extrapolated = None, None
+    served = None
+    extrapolated = None
     if count_served_tokens(drift):
         served = estimate_served_drift(drift)
     else:
@@ -77,48 +85,72 @@ def apply_update(
         update = limit_update(backend, minibatch, probes, drift, optimizer.step())
     trust_region.update_coefficient(judged)
     if served is not None:
-        trust_region.record_served_gaps(compute_served_gaps(drift), compute_gap_variance(drift, moments))
+        trust_region.record_served_gaps(
+            compute_served_gaps(drift), compute_gap_variance(drift, moments)
+        )
     return replace(update, served_drift_estimate=extrapolated)
 
 
 def limit_update(
-    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums, update: OptimizerUpdate
+    backend: LearnerBackend,
+    minibatch: Minibatch,
+    probes: ProbeBatches,
+    drift: DriftSums,
+    update: OptimizerUpdate,
 ) -> OptimizerUpdate:
-    """Shorten the update that the optimizer has just made until the drift that it leads to is within the limit.
+    """Shorten the update that the optimizer has just made until the drift that it leads to is
+    within the limit.
 
-    The least share is made whatever its drift (`OptimizerUpdate.is_beyond_limit`). What is above the limit then is the
-    drift of versions in flight, which no shorter step lowers; the moments move on, and so does a term of the loss that
-    lowers drift.
+    The least share is made whatever its drift (`OptimizerUpdate.is_beyond_limit`). What is above
+    the limit then is the drift of versions in flight, which no shorter step lowers; the moments
+    move on, and so does a term of the loss that lowers drift.
 
-    A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
-    ranks, so every rank makes the same share of the step.
+    A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide
+    are reduced over all ranks, so every rank makes the same share of the step.
 
-    `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of the next update, a
-    share of the drift of these tokens under the new weights (`compute_drift_carryover`).
+    `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of
+    the next update, a share of the drift of these tokens under the new weights
+    (`compute_drift_carryover`).
     """
     limit = backend.config.algorithm.rollout_kl.update_limit
-    if limit is None or update.cause or not probes.micro_batches or not drift.probed_replayed[:, TOKEN_COUNT].any():
+    if (
+        limit is None
+        or update.cause
+        or not probes.micro_batches
+        or not drift.probed_replayed[:, TOKEN_COUNT].any()
+    ):
         return update
-    carryover = compute_drift_carryover(drift.probed_replayed, backend.config.schedule.updates_per_version)
+    carryover = compute_drift_carryover(
+        drift.probed_replayed, backend.config.schedule.updates_per_version
+    )
     max_share = backend.trust_region.max_share
     trial = TrialStep(backend, minibatch, probes, drift)
     predicted = shorten_to_limit(trial, limit / carryover, max_share)
     backend.trust_region.record_step_share(trial.share / max_share)
     ahead = predicted * carryover
     return replace(
-        update, step_share=trial.share, predicted_drift=ahead, is_beyond_limit=not predicted <= limit / carryover
+        update,
+        step_share=trial.share,
+        predicted_drift=ahead,
+        is_beyond_limit=not predicted <= limit / carryover,
     )
 
 
 class TrialStep:
-    """The update that the optimizer has just made, any share of which can be made instead. All methods are collective.
+    """The update that the optimizer has just made, any share of which can be made instead. All
+    methods are collective.
 
     Attributes:
         share: The share that the weights have now.
     """
 
-    def __init__(self, backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums):
-        self._backend, self._minibatch, self._probes, self._drift = backend, minibatch, probes, drift
+    def __init__(
+        self, backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums
+    ):
+        self._backend = backend
+        self._minibatch = minibatch
+        self._probes = probes
+        self._drift = drift
         self.share = 1.0
 
     def set_share(self, share: float) -> None:
@@ -145,10 +177,12 @@ class TrialStep:
 
 
 def shorten_to_limit(trial: TrialStep, limit: float, max_share: float = 1.0) -> float:
-    """Shorten the step to `max_share` of it, and on until its drift is within `limit`. Returns that drift.
+    """Shorten the step to `max_share` of it, and on until its drift is within `limit`.
+    Returns that drift.
 
-    It is a line search: drift grows with the square of a step, or more slowly, which gives the next share to try. After
-    `LINE_SEARCH_TRIES`, or if the drift was beyond the limit before, only `MIN_STEP_SHARE` is made.
+    It is a line search: drift grows with the square of a step, or more slowly, which gives the next
+    share to try. After `LINE_SEARCH_TRIES`, or if the drift was beyond the limit before, only
+    `MIN_STEP_SHARE` is made.
     """
     trial.set_share(max_share)
     drift = trial.predict_drift()
@@ -158,9 +192,13 @@ def shorten_to_limit(trial: TrialStep, limit: float, max_share: float = 1.0) -> 
     if drift <= before:  # the step lowers it
         return drift
     for _ in range(LINE_SEARCH_TRIES if before < limit else 0):
-        growth = (limit - before) / (drift - before) if math.isfinite(drift) and drift > before else 0.0
+        growth = (
+            (limit - before) / (drift - before) if math.isfinite(drift) and drift > before else 0.0
+        )
         factor = LINE_SEARCH_MARGIN * math.sqrt(max(growth, 0.0))
-        trial.set_share(max(MIN_STEP_SHARE, trial.share * min(max(factor, 0.1), LINE_SEARCH_MARGIN)))
+        trial.set_share(
+            max(MIN_STEP_SHARE, trial.share * min(max(factor, 0.1), LINE_SEARCH_MARGIN))
+        )
         drift = trial.predict_drift()
         if drift <= limit or trial.share == MIN_STEP_SHARE:
             return drift
@@ -169,14 +207,16 @@ def shorten_to_limit(trial: TrialStep, limit: float, max_share: float = 1.0) -> 
 
 
 def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
-    """Return the share of the drift that tokens have after an update which the tokens of the next update will have.
+    """Return the share of the drift that tokens have after an update which the tokens of the next
+    update will have.
 
     `replayed` are sums by age, as in `sum_drift`, and a version is made by `updates` updates.
 
-    An update leaves these tokens up to a version older than tokens are when they are trained: with a mean age of a,
-    those have been through a + 1 - 1/updates versions at most, these through a + 1. Drift grows about linearly with the
-    updates between two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share
-    of 1/2 is the least: a bound should bound a single step, too.
+    An update leaves these tokens up to a version older than tokens are when they are trained: with
+    a mean age of a, those have been through a + 1 - 1/updates versions at most, these through
+    a + 1. Drift grows about linearly with the updates between two policies (docs/trust-region.md),
+    so the share is that of the versions. At an age below 1 a share of 1/2 is the least: a bound
+    should bound a single step, too.
     """
     tokens = replayed[:STALENESS_BINS, TOKEN_COUNT]
     age = max(1.0, float(tokens @ np.arange(STALENESS_BINS)) / max(float(tokens.sum()), 1.0))

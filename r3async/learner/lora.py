@@ -1,14 +1,16 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on the weights of any backend, with any sharding over ranks.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on the weights of any backend, with any
+sharding over ranks.
 
-An adapted matrix, or stack of matrices (the experts of a layer), is `W = W0 + s B A`, with `s = alpha / rank`. The
-model always holds the merged `W` in the compute dtype, as engines do. So the learner's log-probs are those of the
-policy that is served, and a forward pass is the same as without adapters. The backward pass computes the gradient of
-one `W` at a time. It is projected onto the adapter, in float32, and freed:
+An adapted matrix, or stack of matrices (the experts of a layer), is `W = W0 + s B A`, with
+`s = alpha / rank`. The model always holds the merged `W` in the compute dtype, as engines do. So
+the learner's log-probs are those of the policy that is served, and a forward pass is the same as
+without adapters. The backward pass computes the gradient of one `W` at a time. It is projected onto
+the adapter, in float32, and freed:
 
     dL/dA = s Bᵀ dL/dW      dL/dB = s dL/dW Aᵀ
 
-Only `A` and `B` have gradients, float32 values and moments. `W0` is kept in host memory. Forward and backward passes
-cost the same as when all weights are trained; only memory is saved.
+Only `A` and `B` have gradients, float32 values and moments. `W0` is kept in host memory. Forward
+and backward passes cost the same as when all weights are trained; only memory is saved.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ ShardedDim = Literal["rows", "columns", "matrices"] | None
 
 
 class AdapterCandidate(NamedTuple):
-    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places in `shard_slice`."""
+    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places
+    in `shard_slice`."""
 
     parameter: Parameter
     shard_slice: ShardSlice
@@ -68,7 +71,9 @@ class LoraAdapter:
     scale: float
 
     @staticmethod
-    def initialize(place: TensorSlice, config: LoraConfig, seed: int, device: torch.device) -> LoraAdapter:
+    def initialize(
+        place: TensorSlice, config: LoraConfig, seed: int, device: torch.device
+    ) -> LoraAdapter:
         """Create an adapter with `B` 0 and `A` uniform within `1 / sqrt(columns)`, as in PEFT.
 
         It is the same on any layout of ranks.
@@ -81,7 +86,10 @@ class LoraAdapter:
         part = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
         b = torch.zeros(*place.size[:-1], config.rank)
         return LoraAdapter(
-            place, Parameter(part.clone().to(device)), Parameter(b.to(device)), config.alpha / config.rank
+            place,
+            Parameter(part.clone().to(device)),
+            Parameter(b.to(device)),
+            config.alpha / config.rank,
         )
 
     @property
@@ -89,20 +97,31 @@ class LoraAdapter:
         """The places of `lora_a` and `lora_b`."""
         name = strip_weight_suffix(self.place.name)
         rank = self.lora_a.shape[-2]
-        a, b = _replace_dimension(self.place, -2, rank), _replace_dimension(self.place, -1, rank)
+        a = _replace_dimension(self.place, -2, rank)
+        b = _replace_dimension(self.place, -1, rank)
         return TensorSlice(f"{name}.{ADAPTER_NAMES[0]}.weight", *a), TensorSlice(
             f"{name}.{ADAPTER_NAMES[1]}.weight", *b
         )
 
     def project_gradient(self, gradient: Tensor) -> None:
-        """Project a gradient of the weight's part onto the adapter, and add it to the adapter's gradients."""
-        g = gradient.float().mul_(self.scale) if gradient.dtype != torch.float32 else gradient * self.scale
-        for parameter, part in ((self.lora_a, self.lora_b.detach().mT @ g), (self.lora_b, g @ self.lora_a.detach().mT)):
+        """Project a gradient of the weight's part onto the adapter, and add it to the
+        adapter's gradients."""
+        g = (
+            gradient.float().mul_(self.scale)
+            if gradient.dtype != torch.float32
+            else gradient * self.scale
+        )
+        for parameter, part in (
+            (self.lora_a, self.lora_b.detach().mT @ g),
+            (self.lora_b, g @ self.lora_a.detach().mT),
+        ):
             parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
 
     def merge_weight(self, base: Tensor) -> Tensor:
         """Return the weight's part with the adapter, float32, from that of the start model."""
-        return torch.add(base.float(), self.lora_b.detach() @ self.lora_a.detach(), alpha=self.scale)
+        return torch.add(
+            base.float(), self.lora_b.detach() @ self.lora_a.detach(), alpha=self.scale
+        )
 
 
 class _Box(NamedTuple):
@@ -125,7 +144,8 @@ def _replace_dimension(place: TensorSlice, dimension: int, rank: int) -> _Box:
 class AdapterParameter(NamedTuple):
     """An `A` or `B`, its place in the whole, and the candidate with the sharding of its weight.
 
-    `is_replicated`: each rank has all of it, and the gradient of its own rows or columns of the weight only.
+    `is_replicated`: each rank has all of it, and the gradient of its own rows or columns of
+    the weight only.
     """
 
     parameter: Parameter
@@ -135,7 +155,8 @@ class AdapterParameter(NamedTuple):
 
 
 class _AdaptedParameter(NamedTuple):
-    """A parameter, its values in the start model, and the adapters of its parts; None for parts without one."""
+    """A parameter, its values in the start model, and the adapters of its parts; None for
+    parts without one."""
 
     candidate: AdapterCandidate
     base_weight: Tensor
@@ -143,10 +164,11 @@ class _AdaptedParameter(NamedTuple):
 
 
 class LoraAdapters:
-    """The adapters of this rank's part of a model. Every other parameter is frozen by the code that builds the model.
+    """The adapters of this rank's part of a model. Every other parameter is frozen by the code that
+    builds the model.
 
-    `chosen` are the names of the matrices that have one, see `select_targets`. From then on, a gradient of an adapted
-    parameter is projected onto its adapters when it has been accumulated.
+    `chosen` are the names of the matrices that have one, see `select_targets`. From then on, a
+    gradient of an adapted parameter is projected onto its adapters when it has been accumulated.
     """
 
     def __init__(
@@ -160,17 +182,22 @@ class LoraAdapters:
     ):
         self._adapted: list[_AdaptedParameter] = []
         for candidate in candidates:
-            parameter, places = candidate.parameter, candidate.shard_slice.places
+            parameter = candidate.parameter
+            places = candidate.shard_slice.places
             device = to_local(parameter.detach()).device
             adapters = [
-                LoraAdapter.initialize(p, config, seed, device) if strip_weight_suffix(p.name) in chosen else None
+                LoraAdapter.initialize(p, config, seed, device)
+                if strip_weight_suffix(p.name) in chosen
+                else None
                 for p in places
             ]
             if any(adapters):
                 base = to_local(parameter.detach()).to("cpu", dtype, copy=True)
                 one = _AdaptedParameter(candidate, base, adapters)
                 self._adapted.append(one)
-                parameter.register_post_accumulate_grad_hook(lambda p, one=one: _project_gradient(one, p))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, one=one: _project_gradient(one, p)
+                )
 
     def list_parameters(self) -> list[AdapterParameter]:
         """Return every `A` and `B`, in the optimizer's order."""
@@ -182,9 +209,14 @@ class LoraAdapters:
                     (adapter.lora_b, adapter.factor_places[1], "columns", adapter.place.offset[-1]),
                 ):
                     shared = candidate.sharded_dim == over
-                    # Among the ranks that have all of it, the one with the weight's first rows, or columns, writes it.
+                    # Among the ranks that have all of it, the one with the weight's first rows, or
+                    # columns, writes it.
                     writes = candidate.shard_slice.is_writer and not (shared and whole)
-                    out.append(AdapterParameter(parameter, ShardSlice((place,), is_writer=writes), candidate, shared))
+                    out.append(
+                        AdapterParameter(
+                            parameter, ShardSlice((place,), is_writer=writes), candidate, shared
+                        )
+                    )
         return out
 
     @torch.no_grad()
@@ -194,7 +226,10 @@ class LoraAdapters:
             target = to_local(candidate.parameter.detach())
             parts = zip(candidate.shard_slice.split(base.to(target.device)), adapters, strict=True)
             # Parts are rounded one at a time, because all experts of a layer are one parameter.
-            made = [(part if one is None else one.merge_weight(part)).to(target.dtype) for part, one in parts]
+            made = [
+                (part if one is None else one.merge_weight(part)).to(target.dtype)
+                for part, one in parts
+            ]
             target.copy_(candidate.shard_slice.join(made))
 
     @contextmanager
@@ -215,22 +250,28 @@ class LoraAdapters:
 @torch.no_grad()
 def _project_gradient(one: _AdaptedParameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
-    gradient, parameter.grad = to_local(parameter.grad), None
+    gradient = to_local(parameter.grad)
+    parameter.grad = None
     for adapter, part in zip(one.adapters, one.candidate.shard_slice.split(gradient), strict=True):
         if adapter is not None:
             adapter.project_gradient(part)
 
 
-# -- on disk -----------------------------------------------------------------------------------------------------------
+# -- on disk ---------------------------------------------------------------------------------------
 
 
 def save_adapter(
-    directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, *, base: str, order: Sequence[str] = ()
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    *,
+    base: str,
+    order: Sequence[str] = (),
 ) -> None:
     """Write adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-    Adapters of stacked experts become PEFT's adapters of parameters (`target_parameters`), with all experts' ranks in
-    one dimension.
+    Adapters of stacked experts become PEFT's adapters of parameters (`target_parameters`), with all
+    experts' ranks in one dimension.
 
     Args:
         tensors: Whole tensors, float32, by the names of `LoraAdapter.factor_places`.
@@ -245,7 +286,11 @@ def save_adapter(
         (stacked if tensor.ndim == 3 else modules).add(module)
     for name, tensor in sorted(tensors.items()):
         module, side = name.removesuffix(".weight").rsplit(".", 1)
-        wrapper = _peft_module_name(module, [n for n in order if n in stacked]) if module in stacked else module
+        wrapper = (
+            _peft_module_name(module, [n for n in order if n in stacked])
+            if module in stacked
+            else module
+        )
         out[f"base_model.model.{wrapper}.{side}.weight"] = _flatten_stack(tensor, side)
     described = {
         "peft_type": "LORA",
@@ -265,7 +310,8 @@ def save_adapter(
 
 
 def _flatten_stack(tensor: Tensor, side: str) -> Tensor:
-    """Return the matrix that PEFT has for a stack `[experts, ..]`: the ranks of all experts in one dimension."""
+    """Return the matrix that PEFT has for a stack `[experts, ..]`: the ranks of all experts
+    in one dimension."""
     if tensor.ndim == 2:
         return tensor.contiguous()
     if side == ADAPTER_NAMES[0]:

@@ -1,17 +1,19 @@
 """The loss of one micro-batch, and the weight of each token in it.
 
-`loss = sum over tokens t of w_t (policy_t + coef KL(rollout || learner)_t + reference coef KL(learner || reference)_t
+`loss = sum over tokens t of w_t (policy_t + coef KL(rollout || learner)_t + reference coef
+KL(learner || reference)_t
 - entropy coef entropy_t)`
 
 The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch
-(`compute_loss_weights`): every term is a plain sum, so gradients of micro-batches add up to that of the step, however
-its samples were packed, ordered or spread over ranks. A policy loss sees whole episodes if it needs them: tokens of the
-episode that are in other micro-batches come along as constants (`TokenBatch.in_micro_batch`). The loss is a function of
-all of them, so its gradient by this micro-batch's log-probs is that of the whole episode's loss; its value counts this
+(`compute_loss_weights`): every term is a plain sum, so gradients of micro-batches add up to that of
+the step, however its samples were packed, ordered or spread over ranks. A policy loss sees whole
+episodes if it needs them: tokens of the episode that are in other micro-batches come along as
+constants (`TokenBatch.in_micro_batch`). The loss is a function of all of them, so its gradient by
+this micro-batch's log-probs is that of the whole episode's loss; its value counts this
 micro-batch's tokens only.
 
-A log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing hides it. (Tokens whose *rollout*
-log-prob is not finite are left out, and counted, by the caller.)
+A log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing hides it.
+(Tokens whose *rollout* log-prob is not finite are left out, and counted, by the caller.)
 """
 
 from __future__ import annotations
@@ -45,20 +47,27 @@ from r3async.learner.policy_loss import (
 
 
 def needs_whole_episodes(config: AlgorithmConfig) -> bool:
-    """Return True if a token's loss depends on other tokens of its episode: `compute_loss` then needs whole episodes."""
-    return not getattr(resolve_policy_loss(config.policy_loss), BY_TOKEN_ATTRIBUTE, False) or corrects_by_episode(
-        config.correction
-    )
+    """Return True if a token's loss depends on other tokens of its episode: `compute_loss` then
+    needs whole episodes."""
+    return not getattr(
+        resolve_policy_loss(config.policy_loss), BY_TOKEN_ATTRIBUTE, False
+    ) or corrects_by_episode(config.correction)
 
 
 def compute_loss_weights(
-    masks: Sequence[np.ndarray], episodes: Sequence[int], groups: Sequence[int], reduction: str, *, norm_length: int
+    masks: Sequence[np.ndarray],
+    episodes: Sequence[int],
+    groups: Sequence[int],
+    reduction: str,
+    *,
+    norm_length: int,
 ) -> list[np.ndarray]:
-    """Return the token weights of each sample of one optimizer step: float32 `[T_i]`, 0 where `masks[i]` is False.
+    """Return the token weights of each sample of one optimizer step: float32 `[T_i]`, 0 where
+    `masks[i]` is False.
 
-    The reduction says what the loss is a mean over; the weights do not depend on the micro-batch and rank that a token
-    is trained in. With `m` the trained tokens of an episode, `M` of its group, `N` of the step, and counting only
-    episodes and groups that have one:
+    The reduction says what the loss is a mean over; the weights do not depend on the micro-batch
+    and rank that a token is trained in. With `m` the trained tokens of an episode, `M` of its
+    group, `N` of the step, and counting only episodes and groups that have one:
 
     | `algorithm.reduction`          | weight of a token              | so that the loss is a mean over                          |
     |--------------------------------|--------------------------------|----------------------------------------------------------|
@@ -67,7 +76,8 @@ def compute_loss_weights(
     | `sequence_mean_token_sum_norm` | `1 / (episodes * norm_length)` | episodes, of token sums (Dr. GRPO, arXiv 2503.20783)     |
     | `prompt_mean`                  | `1 / (groups * M)`             | groups, of token means                                   |
 
-    The sequence is the episode, however many samples it was divided into. Without any trained token all weights are 0.
+    The sequence is the episode, however many samples it was divided into. Without any trained token
+    all weights are 0.
 
     Args:
         masks: bool `[T_i]` for all samples of the step, of all ranks.
@@ -77,10 +87,8 @@ def compute_loss_weights(
     if not len(masks):
         return []
     tokens = np.asarray([np.count_nonzero(mask) for mask in masks], np.int64)
-    (played, of_episode), (groups_played, of_group) = (
-        _count_tokens_by_owner(tokens, episodes),
-        _count_tokens_by_owner(tokens, groups),
-    )
+    played, of_episode = _count_tokens_by_owner(tokens, episodes)
+    groups_played, of_group = _count_tokens_by_owner(tokens, groups)
     denominators = {
         "token_mean": np.full(len(masks), tokens.sum()),
         "sequence_mean": played * of_episode,
@@ -94,11 +102,15 @@ def compute_loss_weights(
 
 def split_by_length(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     """Return consecutive views of `values`, one for each length."""
-    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+    return [
+        values[start:stop]
+        for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    ]
 
 
 def _count_tokens_by_owner(tokens: np.ndarray, owners: Sequence[int]) -> tuple[int, np.ndarray]:
-    """Return how many owners have a token, and for each sample the number of all tokens of its owner, int64."""
+    """Return how many owners have a token, and for each sample the number of all tokens of
+    its owner, int64."""
     names, member = np.unique(np.asarray(owners, np.int64), return_inverse=True)
     totals = np.zeros(len(names), np.int64)
     np.add.at(totals, member, tokens)
@@ -109,8 +121,8 @@ def _count_tokens_by_owner(tokens: np.ndarray, owners: Sequence[int]) -> tuple[i
 class TokenBatch:
     """The trained tokens of one micro-batch: M of them, of S episodes; tensors on one device.
 
-    If `needs_whole_episodes(config)`, they are all of the episodes' tokens in the step, and `in_micro_batch` marks the
-    ones of this micro-batch.
+    If `needs_whole_episodes(config)`, they are all of the episodes' tokens in the step, and
+    `in_micro_batch` marks the ones of this micro-batch.
     """
 
     rollout_logprobs: Tensor
@@ -130,11 +142,12 @@ class TokenBatch:
     reference_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the frozen reference model."""
     in_micro_batch: Tensor | None = None
-    """bool `[M]`: True for tokens of this micro-batch; tokens of other micro-batches count in no figure of this one.
-    None: all are of this micro-batch."""
+    """bool `[M]`: True for tokens of this micro-batch; tokens of other micro-batches count in no
+    figure of this one. None: all are of this micro-batch."""
     split_episode_ids: Tensor | None = None
-    """int64 `[S]`: the number in the step of an episode that has tokens in other micro-batches too, else -1. Their
-    figures are computed when all parts are known, see `LossSums.split_episode_parts`. None: every episode is only here.
+    """int64 `[S]`: the number in the step of an episode that has tokens in other micro-batches too,
+    else -1. Their figures are computed when all parts are known, see
+    `LossSums.split_episode_parts`. None: every episode is only here.
     """
 
 
@@ -149,16 +162,18 @@ def compute_loss(
 ) -> tuple[Tensor, LossSums]:
     """Return the scalar loss of one micro-batch, and its sums.
 
-    Only `logprobs`, and `entropies` if their term is used, receive gradient. Without tokens the loss is a 0 that can be
-    propagated back. Raises `ValueError` if log-probs that the configuration needs are missing.
+    Only `logprobs`, and `entropies` if their term is used, receive gradient. Without tokens the
+    loss is a 0 that can be propagated back. Raises `ValueError` if log-probs that the configuration
+    needs are missing.
 
     Args:
         logprobs: float32 `[M]`: the learner's log-probs of the tokens.
-        entropies: float32 `[M]`: the entropies of the learner's distributions at the tokens; they need a gradient only
-            if `config.entropy_coef` is not 0.
+        entropies: float32 `[M]`: the entropies of the learner's distributions at the tokens; they
+            need a gradient only if `config.entropy_coef` is not 0.
         max_token_staleness: Older tokens are left out, as a correction leaves tokens out.
     """
-    rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
+    rollout = batch.rollout_logprobs
+    reference = batch.reference_logprobs
     for name, needs in (
         ("old_logprobs", needs_old_logprobs(config)),
         ("reference_logprobs", config.reference_kl.coef != 0),
@@ -166,7 +181,8 @@ def compute_loss(
         if needs and getattr(batch, name) is None:
             raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
 
-    correction, old = config.correction, batch.old_logprobs
+    correction = config.correction
+    old = batch.old_logprobs
     compared = old if old is not None and correction.needs_old_logprobs else logprobs
     kept = compute_correction_mask(
         compared,
@@ -186,7 +202,9 @@ def compute_loss(
         )
     terms = {"policy": torch.where(kept, value, 0.0)}
     if rollout_kl_coef:
-        terms["rollout_kl"] = rollout_kl_coef * compute_rollout_kl(logprobs - rollout, config.rollout_kl)
+        terms["rollout_kl"] = rollout_kl_coef * compute_rollout_kl(
+            logprobs - rollout, config.rollout_kl
+        )
     if reference is not None and config.reference_kl.coef:
         terms["reference_kl"] = config.reference_kl.coef * compute_reference_kl(
             logprobs, rollout, reference, config.reference_kl
@@ -199,7 +217,8 @@ def compute_loss(
     here = {name: torch.where(own, value, 0.0).sum() for name, value in weighted.items()}
     loss = torch.stack(list(here.values())).sum()
     if batch.in_micro_batch is not None:
-        # This micro-batch's log-probs affect the loss of the episode's other tokens: by gradient, not by value.
+        # This micro-batch's log-probs affect the loss of the episode's other tokens: by
+        # gradient, not by value.
         others = torch.where(own, 0.0, weighted["policy"]).sum()
         loss = loss + (others - others.detach())
 
@@ -225,29 +244,40 @@ def compute_loss(
 
 
 def compute_rollout_kl(delta: Tensor, config: RolloutKLConfig) -> Tensor:
-    """Return `[M]`: the estimate of KL(rollout || learner) at each token, for `delta = log pi - log mu`; see `drift`."""
+    """Return `[M]`: the estimate of KL(rollout || learner) at each token, for
+    `delta = log pi - log mu`; see `drift`."""
     if config.estimator == "k3":
         return tangent_k3(delta, config.token_limit)
     return KL_ESTIMATORS[config.estimator](delta)
 
 
-def compute_reference_kl(logprobs: Tensor, rollout: Tensor, reference: Tensor, config: ReferenceKLConfig) -> Tensor:
+def compute_reference_kl(
+    logprobs: Tensor, rollout: Tensor, reference: Tensor, config: ReferenceKLConfig
+) -> Tensor:
     """Return `[M]`: the estimate of KL(pi || reference) at each token, sampled from mu.
 
     It is `min(r, weight_cap) k3(log ref - log pi)` with `r = e^clamp(log pi - log mu, -20, 20)`.
 
-    The mean of `r k3` under mu is KL(pi || reference), however old mu is, and so is that of its gradient,
-    `-r (log ref - log pi)` by `log pi`: the ratio has a gradient, too. DeepSeek-V3.2 (arXiv 2512.02556), "unbiased KL
-    estimate". Where it is truncated it has none. Without `weighted` it is GRPO's term (arXiv 2402.03300, eq. 4): biased
-    for tokens that are not pi's, and with the gradient of KL(reference || pi).
+    The mean of `r k3` under mu is KL(pi || reference), however old mu is, and so is that of its
+    gradient, `-r (log ref - log pi)` by `log pi`: the ratio has a gradient, too. DeepSeek-V3.2
+    (arXiv 2512.02556), "unbiased KL estimate". Where it is truncated it has none. Without
+    `weighted` it is GRPO's term (arXiv 2402.03300, eq. 4): biased for tokens that are not pi's, and
+    with the gradient of KL(reference || pi).
     """
     distance = k3(reference - logprobs)
-    return bounded_exp(logprobs - rollout).clamp(max=config.weight_cap) * distance if config.weighted else distance
+    return (
+        bounded_exp(logprobs - rollout).clamp(max=config.weight_cap) * distance
+        if config.weighted
+        else distance
+    )
 
 
-def _build_loss_inputs(logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: AlgorithmConfig) -> LossInputs:
+def _build_loss_inputs(
+    logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: AlgorithmConfig
+) -> LossInputs:
     """Return the inputs of the policy loss: 0 wherever it does not train."""
-    rollout, old = torch.where(kept, batch.rollout_logprobs, 0.0), batch.old_logprobs
+    rollout = torch.where(kept, batch.rollout_logprobs, 0.0)
+    old = batch.old_logprobs
     old = None if old is None else torch.where(kept, old, 0.0)
     anchor = rollout if config.anchor == "rollout" else old
     assert anchor is not None

@@ -36,21 +36,32 @@ def build_minibatch_result(
 ) -> MinibatchResult:
     """Build the result of a minibatch, over all ranks. Collective. Takes the counts of `replay`.
 
-    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
+    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`:
+    `compute_gap_moments`.
 
-    The catalogue (`data/metrics.py`) says what each metric is. Routing figures count a row of several samples once for
-    each of them; `routing/agreement` is also there with replay off, and missing if nothing is recorded.
+    The catalogue (`data/metrics.py`) says what each metric is. Routing figures count a row of
+    several samples once for each of them; `routing/agreement` is also there with replay off, and
+    missing if nothing is recorded.
     """
-    counts, cause, routing, layers = minibatch.counts, update.cause, replay.pop_counts(), replay.num_moe_layers
+    counts = minibatch.counts
+    cause = update.cause
+    routing = replay.pop_counts()
+    layers = replay.num_moe_layers
     mine = np.zeros((layers, 2 + replay.num_experts))
     if replay.moe_layer_indices:
         figures = torch.cat(
-            [torch.stack([routing.agreeing_tokens, routing.compared_tokens], dim=1), routing.expert_load], dim=1
+            [
+                torch.stack([routing.agreeing_tokens, routing.compared_tokens], dim=1),
+                routing.expert_load,
+            ],
+            dim=1,
         )
         mine[replay.moe_layer_indices] = figures.cpu().numpy()
     by_layer = minibatch.ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
     auxiliary = float(minibatch.ranks.all_reduce(np.asarray([float(routing.aux_loss)]), "sum")[0])
-    agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
+    agreed = by_layer[:, 0]
+    compared = by_layer[:, 1]
+    load = by_layer[:, 2:]
     agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
     budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
     metrics = (
@@ -73,7 +84,9 @@ def build_minibatch_result(
             "batch/tokens": counts.total,
             "batch/trained_tokens": counts.trained,
             "batch/micro_batches": counts.micro_batches,
-            "batch/split_episodes": float(minibatch.split_episodes.sum()) if minibatch.needs_global_logprobs else 0.0,
+            "batch/split_episodes": float(minibatch.split_episodes.sum())
+            if minibatch.needs_global_logprobs
+            else 0.0,
             "batch/shared_tokens": counts.shared,
             "batch/fill": (counts.total - counts.shared) / budget,
         }
@@ -89,19 +102,25 @@ def build_minibatch_result(
         worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
         metrics["routing/load_imbalance"] = float(worst.max())
     return MinibatchResult(
-        metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.collect_traces(), drift, moments
+        metrics,
+        agreement.astype(np.float32),
+        load.astype(np.int64),
+        minibatch.collect_traces(),
+        drift,
+        moments,
     )
 
 
 LAST_EPOCH_METRIC = f"{REPLAYED_DRIFT_METRIC}_last_epoch"
-"""Mean drift in the last of several epochs: how far the updates of a step have moved away from the rollout policy."""
+"""Mean drift in the last of several epochs: how far the updates of a step have moved away from
+the rollout policy."""
 
 
 def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
     """Combine the results of several minibatches into one.
 
-    The catalogue says how each metric combines (`Metric.combine`). `results` are those of the minibatches in
-    each of `epochs`, one epoch after the other; their tokens and load count once.
+    The catalogue says how each metric combines (`Metric.combine`). `results` are those of the
+    minibatches in each of `epochs`, one epoch after the other; their tokens and load count once.
     """
     if len(results) == 1:
         return results[0]
@@ -122,7 +141,9 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
         metrics[SERVED_ESTIMATE_METRIC] = _combine_metric(SERVED_ESTIMATE_METRIC, results, epochs)
     return MinibatchResult(
         metrics | compute_drift_metrics(drift, moments, epochs),
-        np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
+        np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(
+            np.float32
+        ),
         np.sum([r.expert_load for r in results], axis=0) // epochs,
         [t for r in results for t in r.traces],
         drift,
@@ -131,7 +152,8 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
 
 
 def _combine_metric(name: str, results: Sequence[MinibatchResult], epochs: int) -> float:
-    """Return the value of a metric over several updates, as the catalogue says, from those that have it.
+    """Return the value of a metric over several updates, as the catalogue says, from
+    those that have it.
 
     Not all have recorded routes, for example.
     """

@@ -45,33 +45,39 @@ def build_minibatch(
 ) -> Minibatch:
     """Build the minibatch from this rank's micro-batches, and run all checks. Collective.
 
-    Counts are summed over the data-parallel ranks, so that the loss's denominator is global and known before the first
-    micro-batch.
+    Counts are summed over the data-parallel ranks, so that the loss's denominator is global and
+    known before the first micro-batch.
 
-    Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the
-    ranks were given different numbers of micro-batches; and what `find_trained_tokens` raises.
+    Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were
+    recorded, or if the ranks were given different numbers of micro-batches; and what
+    `find_trained_tokens` raises.
 
     Args:
         needs_routes: Recorded routes are used.
         routing_shape: MoE layers and experts of the model.
-        skip_untrained: Leave out micro-batches in which nothing is trained; only where no other rank waits for this
-            one.
+        skip_untrained: Leave out micro-batches in which nothing is trained; only where no other
+            rank waits for this one.
     """
     chosen = [find_trained_tokens(m) for m in micro_batches]
-    mine = sum((np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(TokenCounts._fields)))
+    mine = sum(
+        (np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(TokenCounts._fields))
+    )
     counts = TokenCounts(*ranks.all_reduce(mine * ranks.is_batch_reporter, "sum").tolist())
     numbers = [c.episode_index for c in chosen], [c.token_index for c in chosen]
     largest = [max((int(x.max(initial=-1)) for x in each), default=-1) for each in numbers]
     extremes = np.asarray([len(micro_batches), -len(micro_batches), *largest], np.float64)
     most, least, last, place = ranks.all_reduce(extremes, "max").tolist()
     if most != -least:
-        raise LearnerError(f"ranks were given between {-least:.0f} and {most:.0f} micro-batches, not the same number")
+        raise LearnerError(
+            f"ranks were given between {-least:.0f} and {most:.0f} micro-batches, "
+            "not the same number"
+        )
     floor = config.routing.min_recorded_fraction
     if counts.trained and needs_routes and counts.recorded_fraction < floor:
         raise LearnerError(
             f"only {counts.recorded_fraction:.3f} of the trained tokens have recorded routes, and "
-            f"routing.min_recorded_fraction is {floor}: find out why the engine did not record them, lower that setting, "
-            "or set routing.replay=off"
+            f"routing.min_recorded_fraction is {floor}: find out why the engine did not record "
+            "them, lower that setting, or set routing.replay=off"
         )
     kept = [i for i, c in enumerate(chosen) if len(c.rows) or not skip_untrained]
     minibatch = Minibatch(
@@ -91,16 +97,21 @@ def build_minibatch(
     )
     if minibatch.needs_global_logprobs and not minibatch.token_index_count:
         raise LearnerError(
-            f"{config.algorithm.policy_loss!r} or a correction takes whole episodes, of which some are in several "
-            "micro-batches, and the column 'place' is missing"
+            f"{config.algorithm.policy_loss!r} or a correction takes whole episodes, of which some "
+            "are in several micro-batches, and the column 'place' is missing"
         )
     return minibatch
 
 
 def _compute_aux_loss_weights(
-    micro_batches: Sequence[MicroBatch], coef: float, tokens: float, routing: tuple[int, int], ranks: RankGroup
+    micro_batches: Sequence[MicroBatch],
+    coef: float,
+    tokens: float,
+    routing: tuple[int, int],
+    ranks: RankGroup,
 ) -> np.ndarray | None:
-    """Return what a unit of a router's probability of an expert adds to the loss, `coef * experts * f_i / tokens`.
+    """Return what a unit of a router's probability of an expert adds to the loss,
+    `coef * experts * f_i / tokens`.
 
     With the load known beforehand, the term is a plain sum over tokens.
     """
@@ -113,7 +124,8 @@ def _compute_aux_loss_weights(
     return coef * experts * share / max(tokens, 1.0)
 
 
-# One minibatch on one rank: its trained tokens, their denominators, and the loss of each micro-batch.
+# One minibatch on one rank: its trained tokens, their denominators, and the loss of
+# each micro-batch.
 
 
 class TokenCounts(NamedTuple):
@@ -154,9 +166,10 @@ class TrainedTokens:
 
     Attributes:
         rows: int64 `[M]`: trained tokens.
-        episode_index: int64 `[M]`: the number in the minibatch of each token's episode. Without the column `episode`
-            each sample is an episode: -1 for the first of them, -2, ...
-        token_index: int `[M]`: the tokens' numbers in the minibatch; empty without the column `place`.
+        episode_index: int64 `[M]`: the number in the minibatch of each token's episode. Without the
+            column `episode` each sample is an episode: -1 for the first of them, -2, ...
+        token_index: int `[M]`: the tokens' numbers in the minibatch; empty without
+            the column `place`.
     """
 
     rows: np.ndarray
@@ -168,16 +181,20 @@ class TrainedTokens:
 def find_trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
     """Find the trained tokens of a micro-batch.
 
-    Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained, if the column
-    `advantages` is missing, or if a trained token has no episode though others have.
+    Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained,
+    if the column `advantages` is missing, or if a trained token has no episode though others have.
     """
     table = micro_batch.table
     wanted = table["loss_mask"]
     starts = micro_batch.first_rows
     if wanted[starts].any():
         first = int(starts[np.flatnonzero(wanted[starts])[0]])
-        sample = micro_batch.sample_ids[int(np.searchsorted(micro_batch.cu_seqlens, first, side="right")) - 1]
-        raise LearnerError(f"sample {sample}: its first token is to be trained, but nothing predicts a first token")
+        sample = micro_batch.sample_ids[
+            int(np.searchsorted(micro_batch.cu_seqlens, first, side="right")) - 1
+        ]
+        raise LearnerError(
+            f"sample {sample}: its first token is to be trained, but nothing predicts a first token"
+        )
     if "advantages" not in table:
         raise LearnerError(f"sample {micro_batch.sample_ids[0]}: column 'advantages' is missing")
     finite = np.isfinite(table["rollout_logprobs"])
@@ -187,10 +204,14 @@ def find_trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
         episodes = table["episode"][rows].astype(np.int64)
         if (episodes < 0).any():
             raise LearnerError(
-                "column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ..."
+                "column 'episode' is -1 at a trained token: number the episodes of a "
+                "minibatch 0, 1, ..."
             )
-    recorded = table["routing_recorded"] if "routing_recorded" in table else np.zeros(len(table), bool)
-    times, real = micro_batch.row_multiplicity, micro_batch.num_real_tokens
+    recorded = (
+        table["routing_recorded"] if "routing_recorded" in table else np.zeros(len(table), bool)
+    )
+    times = micro_batch.row_multiplicity
+    real = micro_batch.num_real_tokens
     counts = TokenCounts(
         trained=len(rows),
         recorded=int(recorded[micro_batch.previous_rows(rows)].sum()),
@@ -216,8 +237,8 @@ class Minibatch:
         rollout_kl_coef: The coefficient of the trust region.
         trained_tokens: The trained tokens of each of `micro_batches`.
         token_index_count: The number of places in the minibatch.
-        split_episodes: bool `[episodes]`: the episodes that have trained tokens in more than one micro-batch of all
-            ranks.
+        split_episodes: bool `[episodes]`: the episodes that have trained tokens in more than one
+            micro-batch of all ranks.
         aux_loss_weights: float64 `[layers, experts]` for `RoutingReplay.use_aux_loss`; None without
             `algorithm.router_aux`.
     """
@@ -237,7 +258,8 @@ class Minibatch:
     """Columns of the trained tokens of all ranks, if `set_global_logprobs` was called."""
     _loss_sums: LossSums | None = field(init=False, default=None)
     _drift_sums: list[Tensor] = field(init=False, default_factory=list)
-    """float64 `[2, drift_bin_count, 2]` for each trained micro-batch: `sum_drift` of its tokens, and of the probed ones."""
+    """float64 `[2, drift_bin_count, 2]` for each trained micro-batch: `sum_drift` of its tokens,
+    and of the probed ones."""
     _traces: list[RouteTrace] = field(init=False, default_factory=list)
     _traced_logprobs: dict[int, Tensor] = field(init=False, default_factory=dict)
     """Log-probs of each micro-batch's trained tokens, with `records_traces`."""
@@ -249,8 +271,8 @@ class Minibatch:
 
     @property
     def needs_global_logprobs(self) -> bool:
-        """True if `set_global_logprobs` has to be called before the first `compute_micro_batch_loss`; the same on all
-        ranks."""
+        """True if `set_global_logprobs` has to be called before the first
+        `compute_micro_batch_loss`; the same on all ranks."""
         return bool(self.split_episodes.any()) and needs_whole_episodes(self.config.algorithm)
 
     @property
@@ -265,10 +287,11 @@ class Minibatch:
 
     @property
     def skip_cause(self) -> SkipCause:
-        """The reason to make no update, whatever the gradient; the same on every rank. Empty: one may be made.
+        """The reason to make no update, whatever the gradient; the same on every rank. Empty:
+        one may be made.
 
-        Without an advantage the gradient of the policy loss is 0, and what the other terms leave is rounding noise,
-        which Adam would scale to a full step.
+        Without an advantage the gradient of the policy loss is 0, and what the other terms leave is
+        rounding noise, which Adam would scale to a full step.
         """
         if self.counts.with_advantage:
             return ""
@@ -284,7 +307,9 @@ class Minibatch:
             for i, tokens in enumerate(self.trained_tokens)
         ]
         places = [tokens.token_index for tokens in self.trained_tokens]
-        self._global_columns = gather_token_columns(places, columns, self.token_index_count, self.ranks)
+        self._global_columns = gather_token_columns(
+            places, columns, self.token_index_count, self.ranks
+        )
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
         """Return the scalar loss of micro-batch `index`, and add its sums.
@@ -306,17 +331,27 @@ class Minibatch:
         self._loss_sums = sums if self._loss_sums is None else self._loss_sums + sums
         return loss
 
-    def _build_token_batch(self, index: int, logprobs: Tensor, entropies: Tensor) -> tuple[TokenBatch, Tensor, Tensor]:
-        """Return the tokens that the loss of micro-batch `index` takes, with log-probs and entropies of all of them.
+    def _build_token_batch(
+        self, index: int, logprobs: Tensor, entropies: Tensor
+    ) -> tuple[TokenBatch, Tensor, Tensor]:
+        """Return the tokens that the loss of micro-batch `index` takes, with log-probs and
+        entropies of all of them.
 
-        They are its trained tokens; and if `set_global_logprobs` was called, all trained tokens of their episodes.
+        They are its trained tokens; and if `set_global_logprobs` was called, all trained tokens
+        of their episodes.
         """
-        tokens, device = self.trained_tokens[index], logprobs.device
-        columns, is_in_micro_batch = self._select_loss_columns(index), None
+        tokens = self.trained_tokens[index]
+        device = logprobs.device
+        columns = self._select_loss_columns(index)
+        is_in_micro_batch = None
         if self._global_columns and self._is_split(tokens.episode_index).any():
-            columns, positions = select_episode_columns(self._global_columns, tokens.episode_index, tokens.token_index)
+            columns, positions = select_episode_columns(
+                self._global_columns, tokens.episode_index, tokens.token_index
+            )
             rows = upload_array(positions, device)
-            is_in_micro_batch = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device)
+            is_in_micro_batch = torch.zeros(
+                len(columns["episode"]), dtype=torch.bool, device=device
+            )
             is_in_micro_batch.index_fill_(0, rows, True)
             logprobs, entropies = merge_logprobs(columns["logprobs"], rows, logprobs, entropies)
         episodes, episode_index = np.unique(columns["episode"], return_inverse=True)
@@ -326,25 +361,32 @@ class Minibatch:
             episode_index=upload_array(episode_index, device),
             num_episodes=len(episodes),
             in_micro_batch=is_in_micro_batch,
-            split_episode_ids=upload_array(np.where(self._is_split(episodes), episodes, -1), device),
+            split_episode_ids=upload_array(
+                np.where(self._is_split(episodes), episodes, -1), device
+            ),
         )
         return batch, logprobs, entropies
 
     def _select_loss_columns(self, index: int) -> TokenColumns:
         """Return the columns that the loss takes, for the trained rows of micro-batch `index`.
 
-        Without the column `loss_weights` every trained token of the minibatch has the same weight (`token_mean`).
+        Without the column `loss_weights` every trained token of the minibatch has the same
+        weight (`token_mean`).
         """
-        table, tokens = self.micro_batches[index].table, self.trained_tokens[index]
+        table = self.micro_batches[index].table
+        tokens = self.trained_tokens[index]
         equal_weights = np.full(len(tokens.rows), 1 / max(self.counts.trained, 1), np.float32)
         return {name: table[name][tokens.rows] for name in LOSS_COLUMNS if name in table} | {
-            "weights": table["loss_weights"][tokens.rows] if "loss_weights" in table else equal_weights,
+            "weights": table["loss_weights"][tokens.rows]
+            if "loss_weights" in table
+            else equal_weights,
             "staleness": self.version - table["policy_version"][tokens.rows],
             "episode": tokens.episode_index,
         }
 
     def _is_split(self, episodes: np.ndarray) -> np.ndarray:
-        """Return bool, in the shape of `episodes`: True for episodes that have tokens in other micro-batches as well."""
+        """Return bool, in the shape of `episodes`: True for episodes that have tokens in other
+        micro-batches as well."""
         return np.isin(episodes, np.flatnonzero(self.split_episodes))
 
     def reduce_loss_sums(self) -> np.ndarray:
@@ -352,12 +394,17 @@ class Minibatch:
 
         Collective; after the last `compute_micro_batch_loss`.
         """
-        sums = self._loss_sums if self.ranks.is_loss_reporter and self._loss_sums is not None else LossSums.zeros()
+        sums = (
+            self._loss_sums
+            if self.ranks.is_loss_reporter and self._loss_sums is not None
+            else LossSums.zeros()
+        )
         mine = sums.to_numpy()
         total = self.ranks.all_reduce(mine, "sum")
         maxima = [LossSums.sum_names().index(name) for name in LossSums.max_names()]
         total[maxima] = self.ranks.all_reduce(mine[maxima], "max")
-        # Figures of episodes that are in several micro-batches are computed from their parts on all ranks.
+        # Figures of episodes that are in several micro-batches are computed from their
+        # parts on all ranks.
         finished = LossSums.zeros()
         if self.split_episodes.any():
             parts = sums.split_episode_parts.cpu().numpy()
@@ -365,7 +412,9 @@ class Minibatch:
             whole = np.zeros((len(self.split_episodes), 4))
             np.add.at(whole, parts[:, 0].astype(np.int64), parts[:, 1:])
             finished.add_episodes(
-                torch.from_numpy(self.ranks.all_reduce(whole.reshape(-1), "sum").reshape(whole.shape))
+                torch.from_numpy(
+                    self.ranks.all_reduce(whole.reshape(-1), "sum").reshape(whole.shape)
+                )
             )
         total += finished.to_numpy()
         return total
@@ -392,9 +441,12 @@ class Minibatch:
         )
 
     def _add_drift(self, index: int, logprobs: Tensor) -> None:
-        micro_batch, rows = self.micro_batches[index], self.trained_tokens[index].rows
+        micro_batch = self.micro_batches[index]
+        rows = self.trained_tokens[index].rows
         table = micro_batch.table
-        probed = np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
+        probed = (
+            np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
+        )
         probed_logprobs = logprobs[upload_array(probed, logprobs.device)]
         of_trained = self.measure_drift(micro_batch, rows, logprobs)
         of_probed = self.measure_drift(micro_batch, rows[probed], probed_logprobs)
@@ -403,8 +455,8 @@ class Minibatch:
     def reduce_drift(self, served: np.ndarray) -> tuple[DriftSums, DriftSums]:
         """Sum drift over all ranks. Collective; after the last `compute_micro_batch_loss`.
 
-        Returns the sums by age, turn and position, `[DRIFT_BINS, 2]`, and by episode, `[episode_count, 2]`. `served` is
-        `sum_served_drift` of this rank.
+        Returns the sums by age, turn and position, `[DRIFT_BINS, 2]`, and by episode,
+        `[episode_count, 2]`. `served` is `sum_served_drift` of this rank.
         """
         mine = np.zeros((3, *served.shape))
         if self._drift_sums and self.ranks.is_loss_reporter:
@@ -413,7 +465,7 @@ class Minibatch:
         total = self.ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
         return DriftSums(*total[:, :DRIFT_BINS]), DriftSums(*total[:, DRIFT_BINS:])
 
-    # -- traces ----------------------------------------------------------------------------------------------------
+    # -- traces ------------------------------------------------------------------------------------
 
     def record_routes(self, index: int, routes: MicroBatchRoutes) -> None:
         """Keep the trace of a micro-batch after its forward pass, if this rank has routers."""
@@ -423,14 +475,18 @@ class Minibatch:
     def collect_traces(self) -> list[RouteTrace]:
         """Return the traces, each with its micro-batch's log-probs where this rank has them.
 
-        A last pipeline stage may have no MoE layer and so no trace: its log-probs come with a trace of no layer.
+        A last pipeline stage may have no MoE layer and so no trace: its log-probs come with a
+        trace of no layer.
         """
         logprobs: dict[tuple[str, ...], np.ndarray] = {}
         for index, values in self._traced_logprobs.items():
             row = np.full(self.micro_batches[index].num_real_tokens, np.nan, np.float32)
             row[self.trained_rows[index]] = values.float().cpu().numpy()
             logprobs[self.micro_batches[index].sample_ids] = row
-        traces = [msgspec.structs.replace(t, logprobs=logprobs.pop(t.sample_ids, None)) for t in self._traces]
+        traces = [
+            msgspec.structs.replace(t, logprobs=logprobs.pop(t.sample_ids, None))
+            for t in self._traces
+        ]
         none = np.zeros((0, 0, 0), np.uint16)
         for micro_batch in (self.micro_batches[index] for index in self._traced_logprobs):
             samples = micro_batch.sample_ids
@@ -438,5 +494,7 @@ class Minibatch:
                 starts = micro_batch.cu_seqlens[: len(samples) + 1]
                 prefixes = micro_batch.prefixes
                 shared = None if prefixes is None else prefixes[: len(samples)]
-                traces.append(RouteTrace(samples, starts, 0, [], none, none, logprobs[samples], shared))
+                traces.append(
+                    RouteTrace(samples, starts, 0, [], none, none, logprobs[samples], shared)
+                )
         return traces

@@ -1,4 +1,5 @@
-"""The shape of a declared model, read from `config.json`, and its checkpoint's tensors; for the Megatron backend."""
+"""The shape of a declared model, read from `config.json`, and its checkpoint's tensors; for the
+Megatron backend."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from r3async.config import LearnerConfig
 from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
-from r3async.data.models import ARCHITECTURES, EXPERT_BIAS_SUFFIX, ModelArchitecture, list_supported_types
+from r3async.data.models import (
+    ARCHITECTURES,
+    EXPERT_BIAS_SUFFIX,
+    ModelArchitecture,
+    list_supported_types,
+)
 from r3async.learner.adapter_targets import select_targets
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
@@ -47,11 +53,13 @@ class MegatronModelShape(ModelShape, frozen=True, kw_only=True):
     gate_scale: float = 1.0
     """Factor of the gates."""
     expert_groups: tuple[int, int] | None = None
-    """Number of groups of experts, and number of groups that are chosen first; None without groups."""
+    """Number of groups of experts, and number of groups that are chosen first;
+    None without groups."""
     attention_scale: float | None = None
     """Factor of the scores of queries and keys; None: one over the root of a head's size."""
     has_extra_layers: bool = False
-    """True if the checkpoint may have layers beyond `num_layers`, for multi-token prediction, which are not trained."""
+    """True if the checkpoint may have layers beyond `num_layers`, for multi-token prediction, which
+    are not trained."""
 
     @property
     def architecture(self) -> ModelArchitecture:
@@ -78,38 +86,55 @@ class MegatronModelShape(ModelShape, frozen=True, kw_only=True):
         norms: TensorShapes = dict.fromkeys(
             ("input_layernorm.weight", "post_attention_layernorm.weight"), (self.hidden_size,)
         )
-        attention, mixture = self._attention_shapes(), self._moe_shapes() if self.moe_layers else {}
+        attention = self._attention_shapes()
+        mixture = self._moe_shapes() if self.moe_layers else {}
         for i, moe in enumerate(self.moe_pattern):
-            inside = norms | attention | (mixture if moe else self._mlp_shapes("mlp.", self.mlp_width))
+            inside = (
+                norms | attention | (mixture if moe else self._mlp_shapes("mlp.", self.mlp_width))
+            )
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in inside.items()}
         return shapes
 
     def _attention_shapes(self) -> TensorShapes:
-        h, heads = self.hidden_size, self.num_heads
+        h = self.hidden_size
+        heads = self.num_heads
         shapes: TensorShapes = {"o_proj.weight": (h, heads * self.value_dim)}
         if self.kv_rank:
             wide = heads * self.qk_dim
             if self.query_rank:
-                shapes |= {"q_a_proj.weight": (self.query_rank, h), "q_a_layernorm.weight": (self.query_rank,)}
+                shapes |= {
+                    "q_a_proj.weight": (self.query_rank, h),
+                    "q_a_layernorm.weight": (self.query_rank,),
+                }
                 shapes |= {"q_b_proj.weight": (wide, self.query_rank)}
             else:
                 shapes |= {"q_proj.weight": (wide, h)}
             both = self.qk_dim - self.rope_dim + self.value_dim
             shapes |= {"kv_a_proj_with_mqa.weight": (self.kv_rank + self.rope_dim, h)}
-            shapes |= {"kv_a_layernorm.weight": (self.kv_rank,), "kv_b_proj.weight": (heads * both, self.kv_rank)}
+            shapes |= {
+                "kv_a_layernorm.weight": (self.kv_rank,),
+                "kv_b_proj.weight": (heads * both, self.kv_rank),
+            }
         else:
             for x, count in (("q", heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
                 rows = count * self.head_dim
-                shapes |= {f"{x}_proj.weight": (rows, h)} | ({f"{x}_proj.bias": (rows,)} if self.qkv_bias else {})
+                shapes |= {f"{x}_proj.weight": (rows, h)} | (
+                    {f"{x}_proj.bias": (rows,)} if self.qkv_bias else {}
+                )
                 if self.query_norm and x != "v":
-                    shapes[f"{x}_norm.weight"] = (rows if self.query_norm == "whole" else self.head_dim,)
+                    shapes[f"{x}_norm.weight"] = (
+                        rows if self.query_norm == "whole" else self.head_dim,
+                    )
         return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
     def _moe_shapes(self) -> TensorShapes:
-        a, inside = self.architecture, f"{self.architecture.moe_module}."
+        a = self.architecture
+        inside = f"{self.architecture.moe_module}."
         shapes: TensorShapes = {f"{inside}gate.weight": (self.num_experts, self.hidden_size)}
         for e in range(self.num_experts):
-            shapes |= self._mlp_shapes(f"{inside}experts.{e}.", self.expert_width, a.expert_projections)
+            shapes |= self._mlp_shapes(
+                f"{inside}experts.{e}.", self.expert_width, a.expert_projections
+            )
         if self.shared_width:
             shapes |= self._mlp_shapes(f"{inside}{a.shared_experts_module}.", self.shared_width)
         if self.has_shared_gate:
@@ -122,18 +147,27 @@ class MegatronModelShape(ModelShape, frozen=True, kw_only=True):
         self, prefix: str, width: int, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
     ) -> TensorShapes:
         gate, up, down = (f"{prefix}{name}.weight" for name in names)
-        return {gate: (width, self.hidden_size), up: (width, self.hidden_size), down: (self.hidden_size, width)}
+        return {
+            gate: (width, self.hidden_size),
+            up: (width, self.hidden_size),
+            down: (self.hidden_size, width),
+        }
 
 
 def check_tensor_shapes(shape: MegatronModelShape, found: Mapping[str, Sequence[int]]) -> None:
-    """Raise `LearnerError` naming tensors of a checkpoint that are missing, misshapen or not of this model."""
+    """Raise `LearnerError` naming tensors of a checkpoint that are missing, misshapen or
+    not of this model."""
     needed = shape.list_tensor_shapes()
     # A tied checkpoint may still hold the output matrix, which is the embedding again.
     allowed = set(needed) | ({"lm_head.weight"} if shape.tied_embeddings else set())
-    missing, unknown = sorted(set(needed) - set(found)), sorted(set(found) - allowed)
+    missing = sorted(set(needed) - set(found))
+    unknown = sorted(set(found) - allowed)
     if shape.has_extra_layers:
         unknown = [name for name in unknown if not _is_extra_layer(name, shape.num_layers)]
-    for what, names in (("lacks", missing), (f"has tensors that are not of {shape.architecture.title}:", unknown)):
+    for what, names in (
+        ("lacks", missing),
+        (f"has tensors that are not of {shape.architecture.title}:", unknown),
+    ):
         if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
@@ -149,12 +183,17 @@ def _is_extra_layer(name: str, layers: int) -> bool:
 
 
 def open_model_files(directory: Path) -> dict[str, Any]:
-    """Return, for each tensor of a directory's safetensors files, by name, the open file that has it.
+    """Return, for each tensor of a directory's safetensors files, by name, the open
+    file that has it.
 
-    The files are read, not mapped: what was read of them does not stay in the process's memory. Raises `LearnerError`.
+    The files are read, not mapped: what was read of them does not stay in the process's memory.
+    Raises `LearnerError`.
     """
     try:
-        opened = [safe_open(path, framework="pt", backend="pread") for path in sorted(directory.glob("*.safetensors"))]
+        opened = [
+            safe_open(path, framework="pt", backend="pread")
+            for path in sorted(directory.glob("*.safetensors"))
+        ]
     except (OSError, SafetensorError) as error:
         raise LearnerError(f"{directory}: its weights cannot be read: {error}") from error
     if not opened:
@@ -168,7 +207,8 @@ def read_tensor_shapes(files: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def check_model_directory(directory: Path, learner: LearnerConfig) -> None:
-    """Check all that can be known before a model is loaded with these settings. Raises `LearnerError`."""
+    """Check all that can be known before a model is loaded with these settings.
+    Raises `LearnerError`."""
     shape = read_model_shape(directory)
     try:
         shape.check_parallelism(learner.parallel)
@@ -180,8 +220,8 @@ def check_model_directory(directory: Path, learner: LearnerConfig) -> None:
 
 
 def _list_adaptable_modules(shape: MegatronModelShape) -> list[tuple[str, bool]]:
-    """Return the names of the matrices that may have adapters: those of layers. Each comes with whether it is a
-    router's."""
+    """Return the names of the matrices that may have adapters: those of layers. Each comes with
+    whether it is a router's."""
     router = f".{shape.architecture.moe_module}.gate.weight"
     return [
         (name.removesuffix(".weight"), bool(shape.moe_layers) and name.endswith(router))
@@ -198,8 +238,8 @@ def _check_gates(shape: MegatronModelShape, directory: Path) -> None:
         and shape.architecture.router_score == "softmax"
     ):
         raise LearnerError(
-            f"{directory}: one expert a token, with gates that are normalised to 1, gives its routers no gradient, and "
-            'megatron-core refuses it: set `learner.backend` = "torch"'
+            f"{directory}: one expert a token, with gates that are normalised to 1, gives its "
+            'routers no gradient, and megatron-core refuses it: set `learner.backend` = "torch"'
         )
 
 
@@ -207,20 +247,26 @@ def read_model_shape(directory: Path) -> MegatronModelShape:
     """Read `config.json`. Raises `LearnerError` naming what this backend does not support."""
     path = directory / "config.json"
     if not path.is_file():
-        raise LearnerError(f"{directory} has no config.json: `model.path` must be a Hugging Face model directory")
+        raise LearnerError(
+            f"{directory} has no config.json: `model.path` must be a Hugging Face model directory"
+        )
     kind = decode_python_json(path.read_bytes()).get("model_type")
     if kind not in ARCHITECTURES:
         raise LearnerError(
-            f"{directory}: model type {kind!r} is not supported by learner.backend=megatron, only {list_supported_types()}"
+            f"{directory}: model type {kind!r} is not supported by learner.backend=megatron, only "
+            f"{list_supported_types()}"
         )
     from transformers import AutoConfig
 
     loaded = AutoConfig.from_pretrained(directory, local_files_only=True)
-    config, architecture = loaded.to_dict(), ARCHITECTURES[kind]
+    config = loaded.to_dict()
+    architecture = ARCHITECTURES[kind]
     for key, only in architecture.required_config.items():
-        if (value := config.get(key, only)) != only:
+        value = config.get(key, only)
+        if value != only:
             raise LearnerError(
-                f"{directory}: `{key}` = {value!r} is not supported by learner.backend=megatron, only {only!r}"
+                f"{directory}: `{key}` = {value!r} is not supported by "
+                f"learner.backend=megatron, only {only!r}"
             )
     try:
         shape = parse_model_shape(config)
@@ -231,7 +277,8 @@ def read_model_shape(directory: Path) -> MegatronModelShape:
         **msgspec.structs.asdict(shape),
         rotary=_read_rotary(directory, loaded, config, shape),
         norm_eps=config["rms_norm_eps"],
-        # As in transformers' own modules, a negative one counts from the end, like in `torch.nn.Embedding`.
+        # As in transformers' own modules, a negative one counts from the end, like in
+        # `torch.nn.Embedding`.
         padding_token=None if padding is None else padding % shape.vocab_size,
         normalizes_gates=architecture.resolve_flag(architecture.normalized_gates, config),
         gate_scale=config.get("routed_scaling_factor") or 1.0,
@@ -247,14 +294,17 @@ ROTARY_KINDS = ("default", "linear", "yarn", "llama3")
 """Kinds of rotary positions that do not depend on the length of the input."""
 
 
-def _read_rotary(directory: Path, loaded: Any, config: dict[str, Any], shape: ModelShape) -> RotarySettings:
+def _read_rotary(
+    directory: Path, loaded: Any, config: dict[str, Any], shape: ModelShape
+) -> RotarySettings:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROTARY_KINDS:
         raise LearnerError(
-            f"{directory}: `rope_type` = {kind!r} is not supported by learner.backend=megatron, only {', '.join(ROTARY_KINDS)}"
+            f"{directory}: `rope_type` = {kind!r} is not supported by learner.backend=megatron, "
+            f"only {', '.join(ROTARY_KINDS)}"
         )
     interleaved = bool(shape.kv_rank and config.get("rope_interleave", True))
     if kind != "default":
@@ -267,20 +317,23 @@ def _read_rotary(directory: Path, loaded: Any, config: dict[str, Any], shape: Mo
 
 
 def _read_expert_groups(directory: Path, config: dict[str, Any]) -> tuple[int, int] | None:
-    count, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    count = config.get("n_group") or 1
+    chosen = config.get("topk_group") or 1
     if count == 1:
         return None
     if config["num_experts_per_tok"] != 2 * chosen:
-        # transformers scores a group by its two best experts, and Megatron by as many as are chosen from each.
+        # transformers scores a group by its two best experts, and Megatron by as many as are
+        # chosen from each.
         raise LearnerError(
-            f"{directory}: `topk_group` = {chosen} is not supported by learner.backend=megatron, only half of "
-            f"`num_experts_per_tok` = {config['num_experts_per_tok']}"
+            f"{directory}: `topk_group` = {chosen} is not supported by learner.backend=megatron, "
+            f"only half of `num_experts_per_tok` = {config['num_experts_per_tok']}"
         )
     return count, chosen
 
 
 def _compute_attention_scale(config: dict[str, Any], shape: ModelShape) -> float | None:
-    """Return the scale of scores in latent attention with YaRN; None for other models, which scale cosine and sine."""
+    """Return the scale of scores in latent attention with YaRN; None for other models, which scale
+    cosine and sine."""
     rope = config.get("rope_parameters") or {}
     all_dim = rope.get("mscale_all_dim") or 0
     if not shape.kv_rank or not all_dim or rope.get("rope_type", "default") == "default":

@@ -24,28 +24,36 @@ if TYPE_CHECKING:
 
 
 MODEL_FILE_BYTES = 2 * 10**9
-"""Most bytes of weights in one file of a model directory, unless one weight is larger. A rank copies as many to its host
-at once."""
+"""Most bytes of weights in one file of a model directory, unless one weight is larger. A rank
+copies as many to its host at once."""
 
 WEIGHT_FILE_ENDINGS = (
     *(".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf"),
     *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".ckpt", ".npz"),
     "adapter_config.json",
 )
-"""Ends of the names of files that hold weights or name files of weights. They are not copied beside new weights."""
+"""Ends of the names of files that hold weights or name files of weights. They are not copied
+beside new weights."""
 
 
 def save_model(
-    directory: Path, source: Path, weights: Iterable[tuple[str, Tensor]], dtype: str, ranks: RankGroup
+    directory: Path,
+    source: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: str,
+    ranks: RankGroup,
 ) -> None:
-    """Write the weights, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
+    """Write the weights, of `dtype`, as a Hugging Face model directory with the configuration and
+    tokenizer of `source`.
 
-    Collective. Every rank writes the weights that it yields to files of its own, so the directory has to be on a file
-    system that all ranks share, and no rank holds more than `MODEL_FILE_BYTES` of them. It is written aside and renamed;
-    an existing `directory` is replaced. Raises `OSError` if this rank cannot write, `LearnerError` if another cannot.
+    Collective. Every rank writes the weights that it yields to files of its own, so the directory
+    has to be on a file system that all ranks share, and no rank holds more than `MODEL_FILE_BYTES`
+    of them. It is written aside and renamed; an existing `directory` is replaced. Raises `OSError`
+    if this rank cannot write, `LearnerError` if another cannot.
     """
     with ExitStack() as stack:
-        aside, failed = None, None
+        aside = None
+        failed = None
         if ranks.rank == 0:
             try:
                 aside = stack.enter_context(_stage_model_directory(directory, source, dtype))
@@ -58,23 +66,29 @@ def save_model(
         _raise_together(failed, ranks, directory)
         everywhere = ranks.all_gather(files)
         if aside is not None:
-            _name_weight_files(aside, {file: sizes for each in everywhere for file, sizes in each.items()})
+            _name_weight_files(
+                aside, {file: sizes for each in everywhere for file, sizes in each.items()}
+            )
 
 
 def _raise_together(failed: OSError | None, ranks: RankGroup, directory: Path) -> None:
-    """Raise this rank's error, if there is one, or a `LearnerError` with another rank's. Collective: a rank that raised
-    alone would be waited for."""
+    """Raise this rank's error, if there is one, or a `LearnerError` with another rank's.
+    Collective: a rank that raised alone would be waited for."""
     for rank, error in enumerate(ranks.all_gather(failed)):
         if error is not None:
-            raise failed or LearnerError(f"rank {rank} of the learner could not write its part of {directory}: {error}")
+            raise failed or LearnerError(
+                f"rank {rank} of the learner could not write its part of {directory}: {error}"
+            )
 
 
 def _write_weight_files(
     directory: Path, rank: int, weights: Iterable[tuple[str, Tensor]]
 ) -> tuple[dict[str, dict[str, int]], OSError | None]:
-    """Write the weights and return the bytes of each tensor, by file and name, and the error that stopped it.
+    """Write the weights and return the bytes of each tensor, by file and name, and the error
+    that stopped it.
 
-    After an error the rest of the weights is read all the same: others wait for this rank's part in gathering them.
+    After an error the rest of the weights is read all the same: others wait for this rank's part
+    in gathering them.
     """
     written: dict[str, dict[str, int]] = {}
     failed: OSError | None = None
@@ -91,19 +105,23 @@ def _write_weight_files(
 
 
 def _divide_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of the weights on the host, as many at once as `MODEL_FILE_BYTES` has room for."""
+    """Yield copies of the weights on the host, as many at once as
+    `MODEL_FILE_BYTES` has room for."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights:
         if tensors and sum(t.nbytes for t in tensors.values()) + tensor.nbytes > MODEL_FILE_BYTES:
             yield tensors
             tensors = {}
-        tensors[name] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor)
+        tensors[name] = torch.empty_like(
+            tensor, device="cpu", memory_format=torch.contiguous_format
+        ).copy_(tensor)
     if tensors:
         yield tensors
 
 
 def _name_weight_files(directory: Path, files: Mapping[str, Mapping[str, int]]) -> None:
-    """Give the files the names that Hugging Face gives them, and write the index if there are several."""
+    """Give the files the names that Hugging Face gives them, and write the index if
+    there are several."""
     if len(files) == 1:
         (file,) = files
         (directory / file).rename(directory / "model.safetensors")
@@ -118,8 +136,11 @@ def _name_weight_files(directory: Path, files: Mapping[str, Mapping[str, int]]) 
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def save_version_as_model(directory: Path, source: Path, copy_version: Callable[[Path], object], dtype: str) -> None:
-    """Write a published version, whose file `copy_version` copies to a path, as a model directory, like `save_model`."""
+def save_version_as_model(
+    directory: Path, source: Path, copy_version: Callable[[Path], object], dtype: str
+) -> None:
+    """Write a published version, whose file `copy_version` copies to a path, as a model directory,
+    like `save_model`."""
     with _stage_model_directory(directory, source, dtype) as aside:
         copy_version(aside / "model.safetensors")
 
@@ -130,10 +151,11 @@ def copy_version_file(weights: Path, target: Path) -> None:
 
 
 def omit_prediction_layers(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `config.json` without layers for multi-token prediction, which are neither trained nor written.
+    """Return a `config.json` without layers for multi-token prediction, which are neither
+    trained nor written.
 
-    Numbers and switches become 0 and False, because a model's class may have another default. All else that describes
-    these layers is left out, in nested configurations too.
+    Numbers and switches become 0 and False, because a model's class may have another default. All
+    else that describes these layers is left out, in nested configurations too.
     """
     kept: dict[str, Any] = {}
     for key, value in described.items():
@@ -155,7 +177,9 @@ def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterato
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(WEIGHT_FILE_ENDINGS):
                 shutil.copy2(path, aside / path.name)
-        described = omit_prediction_layers(decode_python_json((source / "config.json").read_bytes()))
+        described = omit_prediction_layers(
+            decode_python_json((source / "config.json").read_bytes())
+        )
         described.pop("torch_dtype", None)
         described["dtype"] = dtype
         (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -18,21 +18,25 @@ from r3async.learner.host_moments import HostMoments
 from r3async.learner.row_shares import UNSHARDED, RowShare, to_local
 
 SkipCause = Literal["", "zero_variance", "not_finite", "trust_region"]
-"""The reason why a step made no update: no trained token has an advantage, a number was not finite, or the drift was
-beyond `rollout_kl.max`. Empty: it made one."""
+"""The reason why a step made no update: no trained token has an advantage, a number was not finite,
+or the drift was beyond `rollout_kl.max`. Empty: it made one."""
 
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """The outcome of an optimizer step. With a `cause` nothing changed: no weight, no moment, no step count.
+    """The outcome of an optimizer step. With a `cause` nothing changed: no weight, no
+    moment, no step count.
 
     Attributes:
         grad_norm: Global L2 norm before clipping; 0 if none was computed.
         lr: Learning rate of this step.
-        step_share: Share of the step that was made; less than 1 where `rollout_kl.limit` shortened it.
+        step_share: Share of the step that was made; less than 1 where
+            `rollout_kl.limit` shortened it.
         predicted_drift: The served drift that the step leads to, where that was measured.
-        is_beyond_limit: True if that is above `rollout_kl.limit`, although the step was shortened as far as it may be.
-        served_drift_estimate: The estimate of served drift before the step, in a step that did not measure it.
+        is_beyond_limit: True if that is above `rollout_kl.limit`, although the step was shortened
+            as far as it may be.
+        served_drift_estimate: The estimate of served drift before the step, in a step that
+            did not measure it.
     """
 
     grad_norm: float
@@ -49,7 +53,11 @@ Gradients = Sequence[Tensor]
 
 def compute_squared_norm(gradients: Gradients) -> float:
     """Return the sum of squares of all elements, for one rank that holds everything."""
-    return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum()) if gradients else 0.0
+    return (
+        float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+        if gradients
+        else 0.0
+    )
 
 
 ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -57,10 +65,11 @@ ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def compute_learning_rate(config: LearnerConfig, updates_done: int, updates_total: int) -> float:
-    """Return the learning rate of the update after `updates_done` ones, of `updates_total` in the run.
+    """Return the learning rate of the update after `updates_done` ones, of
+    `updates_total` in the run.
 
-    It is `lr` times a share that rises linearly over `warmup_steps` updates and then, with `lr_schedule`, falls to
-    `min_lr_ratio` at update `updates_total`, and stays there.
+    It is `lr` times a share that rises linearly over `warmup_steps` updates and then, with
+    `lr_schedule`, falls to `min_lr_ratio` at update `updates_total`, and stays there.
     """
     warm_up = config.warmup_steps
     if updates_done < warm_up:
@@ -68,7 +77,11 @@ def compute_learning_rate(config: LearnerConfig, updates_done: int, updates_tota
     if config.lr_schedule == "constant":
         return config.lr
     # `done` goes from 0 at the first update at full rate to 1 at the last one.
-    done = min(1.0, max(0, updates_done - max(0, warm_up - 1)) / max(1, updates_total - 1 - max(0, warm_up - 1)))
+    done = min(
+        1.0,
+        max(0, updates_done - max(0, warm_up - 1))
+        / max(1, updates_total - 1 - max(0, warm_up - 1)),
+    )
     share = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
@@ -81,23 +94,27 @@ def count_updates(config: Config) -> int:
 class MasterAdamW:
     """AdamW (decoupled weight decay, arXiv 1711.05101) over `parameters`, which keep their dtype.
 
-    Parameters below float32 get a float32 master copy. Gradients of micro-batches accumulate in it as soon as each is
-    computed, whatever the order of forward and backward passes. The update is made on it, so that small updates are not
-    rounded away. Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate follows from
-    the number of steps made alone (`compute_learning_rate`), so a restored optimizer continues with the same one.
+    Parameters below float32 get a float32 master copy. Gradients of micro-batches accumulate in it
+    as soon as each is computed, whatever the order of forward and backward passes. The update is
+    made on it, so that small updates are not rounded away. Parameters with fewer than two
+    dimensions (norms) get no weight decay. The learning rate follows from the number of steps made
+    alone (`compute_learning_rate`), so a restored optimizer continues with the same one.
 
     Args:
         updates_total: The number of updates that the run will make.
-        reduce_gradients: With several ranks, sums each gradient in place, in the order of `parameters`, over the ranks
-            that hold a copy of the parameter. A parameter without a gradient then has zeros, since the other ranks
-            expect it to take part.
+        reduce_gradients: With several ranks, sums each gradient in place, in the order of
+            `parameters`, over the ranks that hold a copy of the parameter. A parameter without a
+            gradient then has zeros, since the other ranks expect it to take part.
         squared_norm: Returns the sum of squares over the whole model.
-        shares: For each parameter the rows that this rank updates, and holds masters and moments of. `reduce_gradients`
-            may then sum these rows alone. It and `gather_parameters` get everything that is trained.
-        gather_parameters: With `shares`, fills in, in place, the other rows from the ranks that updated them.
-        add_gradient: With `shares`, keeps the gradients of these rows alone: `add_gradient(index, total, gradient)` adds
-            to `total` what all ranks have of the rows of this rank's share, after each backward pass. The other
-            functions then get the gradients of shares. Collective: all ranks compute gradients in the same order.
+        shares: For each parameter the rows that this rank updates, and holds masters and moments
+            of. `reduce_gradients` may then sum these rows alone. It and `gather_parameters` get
+            everything that is trained.
+        gather_parameters: With `shares`, fills in, in place, the other rows from the ranks
+            that updated them.
+        add_gradient: With `shares`, keeps the gradients of these rows alone:
+            `add_gradient(index, total, gradient)` adds to `total` what all ranks have of the rows
+            of this rank's share, after each backward pass. The other functions then get the
+            gradients of shares. Collective: all ranks compute gradients in the same order.
         on_change: Called whenever the parameters have new values.
     """
 
@@ -118,10 +135,12 @@ class MasterAdamW:
         self.shares = shares or [UNSHARDED] * len(self.parameters)
         self._masters: list[Tensor] = []
         self._gradient_holders: list[Tensor | _GradientHolder] = []
-        """One object per parameter, whose `grad` is the gradient of the whole parameter, in float32, or with
-        `add_gradient` of its share. It is the parameter, its master, or neither."""
+        """One object per parameter, whose `grad` is the gradient of the whole
+        parameter, in float32, or with `add_gradient` of its share. It is the parameter,
+        its master, or neither."""
         for index, (parameter, share) in enumerate(zip(self.parameters, self.shares, strict=True)):
-            exact, whole = parameter.dtype == torch.float32, share.num_ranks == 1
+            exact = parameter.dtype == torch.float32
+            whole = share.num_ranks == 1
             if exact and whole:
                 master: Tensor = parameter
             else:  # the master of a float32 parameter shares its memory
@@ -135,13 +154,21 @@ class MasterAdamW:
                     partial(_scatter_gradient, holder, share, partial(add_gradient, index))
                 )
                 continue
-            self._gradient_holders.append(parameter if exact else master if whole else _GradientHolder())
+            self._gradient_holders.append(
+                parameter if exact else master if whole else _GradientHolder()
+            )
             if not exact:
-                parameter.register_post_accumulate_grad_hook(partial(_accumulate_gradient, self._gradient_holders[-1]))
-        self._reduce_gradients, self._squared_norm = reduce_gradients, squared_norm
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_accumulate_gradient, self._gradient_holders[-1])
+                )
+        self._reduce_gradients = reduce_gradients
+        self._squared_norm = squared_norm
         self._shards_gradients = add_gradient is not None
-        self._gather_parameters, self._on_change = gather_parameters, on_change
-        self._max_norm, self._config, self._updates_total = config.max_grad_norm, config, updates_total
+        self._gather_parameters = gather_parameters
+        self._on_change = on_change
+        self._max_norm = config.max_grad_norm
+        self._config = config
+        self._updates_total = updates_total
         self.update_count = 0
         self._last_stepped: list[Tensor] = []
         """The masters that the last step changed."""
@@ -150,7 +177,10 @@ class MasterAdamW:
         decayed = [m for m in self._masters if m.ndim >= 2]
         plain = [m for m in self._masters if m.ndim < 2]
         self._adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": config.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -165,19 +195,28 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> OptimizerUpdate:
-        """Reduce, clip, update, clear gradients. With a gradient norm that is not finite, only clear them."""
+        """Reduce, clip, update, clear gradients. With a gradient norm that is not finite,
+        only clear them."""
         lr = self.lr
         if self._reduce_gradients is not None:
-            for parameter, share, summed in zip(self.parameters, self.shares, self._gradient_holders, strict=True):
+            for parameter, share, summed in zip(
+                self.parameters, self.shares, self._gradient_holders, strict=True
+            ):
                 if summed.grad is None:
                     whole = parameter.detach()
                     kept = share.select_rows(whole) if self._shards_gradients else whole
                     summed.grad = torch.zeros_like(kept, dtype=torch.float32)
             self._reduce_gradients([s.grad for s in self._gradient_holders if s.grad is not None])
-        norm = math.sqrt(self._squared_norm([s.grad for s in self._gradient_holders if s.grad is not None]))
-        for master, share, summed in zip(self._masters, self.shares, self._gradient_holders, strict=True):
+        norm = math.sqrt(
+            self._squared_norm([s.grad for s in self._gradient_holders if s.grad is not None])
+        )
+        for master, share, summed in zip(
+            self._masters, self.shares, self._gradient_holders, strict=True
+        ):
             if master is not summed and summed.grad is not None and master.numel():
-                master.grad = summed.grad if self._shards_gradients else share.select_rows(summed.grad)
+                master.grad = (
+                    summed.grad if self._shards_gradients else share.select_rows(summed.grad)
+                )
         gradients = [m.grad for m in self._masters if m.grad is not None]
         self.on_gradients(gradients)
         finite = math.isfinite(norm)
@@ -200,32 +239,44 @@ class MasterAdamW:
     def shorten_step(self, current_share: float, new_share: float) -> None:
         """Change the share of the last step that is made from `current_share` to `new_share`.
 
-        Parameters become `old + share * (new - old)`. That is AdamW's step with `new_share` times the learning rate, as
-        its weight decay is multiplied by that rate too. So the moments and the step count stay as the whole step left
-        them: they are averages over gradients that were seen, whatever the length of the step. `old` is not kept: the
-        step follows from the moments, up to the rounding of float32. It works element by element, so the result is the
-        same however parameters are divided among ranks.
+        Parameters become `old + share * (new - old)`. That is AdamW's step with `new_share` times
+        the learning rate, as its weight decay is multiplied by that rate too. So the moments and
+        the step count stay as the whole step left them: they are averages over gradients that were
+        seen, whatever the length of the step. `old` is not kept: the step follows from the moments,
+        up to the rounding of float32. It works element by element, so the result is the same
+        however parameters are divided among ranks.
         """
         moved = {id(m) for m in self._last_stepped}
         for group in self._adam.param_groups:
-            (beta1, beta2), decay, rate = group["betas"], group["weight_decay"], group["lr"]
+            beta1, beta2 = group["betas"]
+            decay = group["weight_decay"]
+            rate = group["lr"]
             for master in (m for m in group["params"] if id(m) in moved):
                 adam = self._adam.state[master]
-                count, value = float(adam["step"]), to_local(master.detach())
+                count = float(adam["step"])
+                value = to_local(master.detach())
                 with (
                     self._host_moments.moments_on_device(master)
                     if self._host_moments is not None
                     else contextlib.nullcontext()
                 ):
-                    scale = to_local(adam["exp_avg_sq"]).sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+                    scale = (
+                        to_local(adam["exp_avg_sq"])
+                        .sqrt()
+                        .div_(math.sqrt(1 - beta2**count))
+                        .add_(group["eps"])
+                    )
                     step = to_local(adam["exp_avg"]).div(scale).mul_(rate / (1 - beta1**count))
                 value.add_(step, alpha=current_share).div_(1 - current_share * rate * decay)
                 value.mul_(1 - new_share * rate * decay).sub_(step, alpha=new_share)
         self._write_parameters()
 
     def _write_parameters(self) -> None:
-        """Copy the masters to the parameters, those of all ranks. Collective if there are `shares`."""
-        for parameter, share, master in zip(self.parameters, self.shares, self._masters, strict=True):
+        """Copy the masters to the parameters, those of all ranks. Collective if
+        there are `shares`."""
+        for parameter, share, master in zip(
+            self.parameters, self.shares, self._masters, strict=True
+        ):
             if parameter.dtype != master.dtype:
                 share.select_rows(parameter.detach()).copy_(master)
         self._gather_parameters([p.detach() for p in self.parameters])
@@ -239,8 +290,9 @@ class MasterAdamW:
     def iter_states(self) -> Iterator[dict[str, Tensor]]:
         """Yield, for each parameter in order, the state that later steps depend on.
 
-        It has `master` and, if the parameter was ever updated, Adam's `exp_avg`, `exp_avg_sq` and `step`. These are the
-        tensors themselves, of this rank's share; they change with the next step.
+        It has `master` and, if the parameter was ever updated, Adam's `exp_avg`,
+        `exp_avg_sq` and `step`. These are the tensors themselves, of this rank's share; they
+        change with the next step.
         """
         for master in self._masters:
             yield {"master": to_local(master.detach())} | self._adam_state(master)
@@ -255,8 +307,8 @@ class MasterAdamW:
     def load_states(self, states: Iterable[Mapping[str, Tensor]], update_count: int) -> None:
         """Resume as if `update_count` updates had been made and `iter_states()` were `states`.
 
-        Unlike there, `master` is that of the whole parameter, whatever its share. Parameters become their masters; no
-        gradient is left. Not collective.
+        Unlike there, `master` is that of the whole parameter, whatever its share. Parameters become
+        their masters; no gradient is left. Not collective.
         """
         self.zero_grad()
         self.update_count = update_count
@@ -272,7 +324,8 @@ class MasterAdamW:
                 # Created as Adam does: the fused kernel needs the count on the parameter's device.
                 count = saved["step"].to(master.device, copy=True)
                 moments = {
-                    name: torch.zeros_like(master, memory_format=torch.preserve_format) for name in ADAM_STATE_KEYS[1:]
+                    name: torch.zeros_like(master, memory_format=torch.preserve_format)
+                    for name in ADAM_STATE_KEYS[1:]
                 }
                 for name, moment in moments.items():
                     to_local(moment).copy_(saved[name])
@@ -305,7 +358,10 @@ def _accumulate_gradient(summed: Tensor | _GradientHolder, parameter: Tensor) ->
 
 @torch.no_grad()
 def _scatter_gradient(
-    summed: _GradientHolder, share: RowShare, add: Callable[[Tensor, Tensor], None], parameter: Tensor
+    summed: _GradientHolder,
+    share: RowShare,
+    add: Callable[[Tensor, Tensor], None],
+    parameter: Tensor,
 ) -> None:
     assert parameter.grad is not None
     if summed.grad is None:

@@ -24,10 +24,13 @@ from r3async.learner.shared_prefixes import expand_prefixes
 
 
 class AttentionPlan:
-    """The attention of one micro-batch's samples, in the layouts that its kernels ask for. See `plan_attention`."""
+    """The attention of one micro-batch's samples, in the layouts that its kernels ask for. See
+    `plan_attention`."""
 
     def __init__(self, cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None):
-        self._cu_seqlens, self._device, self._prefixes = cu_seqlens, device, prefixes
+        self._cu_seqlens = cu_seqlens
+        self._device = device
+        self._prefixes = prefixes
 
     @cached_property
     def padded_layout(self) -> PaddedLayout:
@@ -40,7 +43,8 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class UnpaddedLayout:
-    """Samples end to end, each with queries for its own rows and keys for all its tokens, shared ones included.
+    """Samples end to end, each with queries for its own rows and keys for all its tokens,
+    shared ones included.
 
     Attributes:
         query_edges: int32 `[S + 1]`.
@@ -59,11 +63,12 @@ class UnpaddedLayout:
 
 @dataclass(frozen=True)
 class PaddedLayout:
-    """Buckets of samples of similar length, padded on the right to the longest and attended by one call.
+    """Buckets of samples of similar length, padded on the right to the longest and
+    attended by one call.
 
-    Under a causal mask no token sees the padding behind it. Samples that share a prefix have keys and values of all
-    their tokens, but queries only after the first `skipped`, whose queries belong to other samples. All fields but
-    `buckets` are None if the packed order is the padded one.
+    Under a causal mask no token sees the padding behind it. Samples that share a prefix have keys
+    and values of all their tokens, but queries only after the first `skipped`, whose queries belong
+    to other samples. All fields but `buckets` are None if the packed order is the padded one.
 
     Attributes:
         buckets: (samples, padded length, skipped) of each bucket.
@@ -84,7 +89,8 @@ def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
     A sample is shorter than the longest of its bucket by at most a quarter, or by 16 tokens.
     """
     order = np.argsort(-lengths, kind="stable")
-    buckets, start = [], 0
+    buckets = []
+    start = 0
     for i in range(1, len(order) + 1):
         longest = lengths[order[start]]
         if i == len(order) or longest - lengths[order[i]] > max(16, longest // 4):
@@ -106,38 +112,57 @@ def plan_prefix_buckets(lengths: np.ndarray, shared: np.ndarray) -> list[np.ndar
     return [some[members] for some in likes for members in plan_buckets(lengths[some])]
 
 
-def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None = None) -> AttentionPlan:
-    """Plan attention for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`: see `MicroBatch`."""
+def plan_attention(
+    cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None = None
+) -> AttentionPlan:
+    """Plan attention for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`:
+    see `MicroBatch`."""
     return AttentionPlan(cu_seqlens, device, prefixes)
 
 
-def _plan_unpadded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None) -> UnpaddedLayout:
-    rows, key_edges = (None, cu_seqlens) if prefixes is None else expand_prefixes(cu_seqlens, prefixes)
+def _plan_unpadded(
+    cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None
+) -> UnpaddedLayout:
+    rows, key_edges = (
+        (None, cu_seqlens) if prefixes is None else expand_prefixes(cu_seqlens, prefixes)
+    )
     queries, keys = (upload_array(x.astype(np.int32), device) for x in (cu_seqlens, key_edges))
     return UnpaddedLayout(
         query_edges=queries,
         key_edges=keys,
         longest_query=int(np.diff(cu_seqlens).max()),
         longest_key=int(np.diff(key_edges).max()),
-        key_gather=None if rows is None else DeterministicGather.from_index(rows, int(cu_seqlens[-1]), device),
+        key_gather=None
+        if rows is None
+        else DeterministicGather.from_index(rows, int(cu_seqlens[-1]), device),
     )
 
 
-def _plan_padded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None) -> PaddedLayout:
+def _plan_padded(
+    cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None
+) -> PaddedLayout:
     total = int(cu_seqlens[-1])
     if prefixes is None:
-        whole, edges, shared = np.arange(total), cu_seqlens.astype(np.int64), np.zeros(len(cu_seqlens) - 1, np.int64)
+        whole = np.arange(total)
+        edges = cu_seqlens.astype(np.int64)
+        shared = np.zeros(len(cu_seqlens) - 1, np.int64)
     else:
-        (whole, edges), shared = expand_prefixes(cu_seqlens, prefixes), prefixes[:, 1].astype(np.int64)
-    starts, lengths = edges[:-1], np.diff(edges)
-    shapes, keys, queries = [], [], []
+        whole, edges = expand_prefixes(cu_seqlens, prefixes)
+        shared = prefixes[:, 1].astype(np.int64)
+    starts = edges[:-1]
+    lengths = np.diff(edges)
+    shapes = []
+    keys = []
+    queries = []
     slots = np.empty(total, np.int64)
     at = 0
     for members in plan_prefix_buckets(lengths, shared):
-        width, skipped = int(lengths[members[0]]), int(shared[members].min())
+        width = int(lengths[members[0]])
+        skipped = int(shared[members].min())
         column = np.arange(width)
         inside = column < lengths[members, None]
-        # A padded slot holds its sample's first token: any finite value will do, as nothing depends on it.
+        # A padded slot holds its sample's first token: any finite value will do, as
+        # nothing depends on it.
         rows = whole[starts[members, None] + np.where(inside, column, 0)]
         keys.append(np.where(inside, rows, -1 - rows).reshape(-1))
         own = (inside & (column >= shared[members, None]))[:, skipped:]
@@ -154,7 +179,9 @@ def _plan_padded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndar
     return PaddedLayout(
         buckets=tuple(shapes),
         key_gather=from_keys,
-        query_gather=from_keys if alike else DeterministicGather.from_index(np.concatenate(queries), total, device),
+        query_gather=from_keys
+        if alike
+        else DeterministicGather.from_index(np.concatenate(queries), total, device),
         query_slots=upload_array(slots, device),
     )
 
@@ -169,7 +196,8 @@ def packed_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention: `query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`.
+    """Compute attention: `query [N, heads, D]`, `key` and `value` `[N, groups, D]` ->
+    `[N, heads, D]`.
 
     Args:
         scale: Factor of the scores; None is `1 / sqrt(D)`.
@@ -182,11 +210,17 @@ def packed_attention(
 
 
 def _has_unpadded_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return True if FlashAttention computes this: 16 bits, on an Ampere or later, with heads of one size that it has."""
+    """Return True if FlashAttention computes this: 16 bits, on an Ampere or later, with heads of
+    one size that it has."""
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return size == value.shape[-1] and size <= 256 and size % 8 == 0 and _is_ampere_or_later(query.device)
+    return (
+        size == value.shape[-1]
+        and size <= 256
+        and size % 8 == 0
+        and _is_ampere_or_later(query.device)
+    )
 
 
 @cache
@@ -195,16 +229,26 @@ def _is_ampere_or_later(device: torch.device) -> bool:
 
 
 def attend_unpadded(
-    query: Tensor, key: Tensor, value: Tensor, layout: UnpaddedLayout, scale: float | None, *, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: UnpaddedLayout,
+    scale: float | None,
+    *,
+    window: int | None = None,
 ) -> Tensor:
-    """Compute attention as `packed_attention` does, by one call of torch's FlashAttention for packed samples.
+    """Compute attention as `packed_attention` does, by one call of torch's FlashAttention
+    for packed samples.
 
-    The padded layout would call cuDNN, which plans for every new shape, and most micro-batches have new shapes (D-201).
+    The padded layout would call cuDNN, which plans for every new shape, and most micro-batches have
+    new shapes (D-201).
     """
-    from torch.nn.attention.varlen import varlen_attn  # registers operators, which takes its time at start-up
+    # Registers operators, which takes its time at start-up.
+    from torch.nn.attention.varlen import varlen_attn
 
     if layout.key_gather is not None:
-        key, value = layout.key_gather(key), layout.key_gather(value)
+        key = layout.key_gather(key)
+        value = layout.key_gather(value)
     return varlen_attn(
         query,
         key,
@@ -221,7 +265,8 @@ def attend_unpadded(
 
 @cache
 def _grouped_key_options(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
-    """Return what newer versions must be told of grouped keys; torch 2.11 takes them as they are."""
+    """Return what newer versions must be told of grouped keys; torch 2.11 takes
+    them as they are."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -235,15 +280,19 @@ def attend_padded(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention as `packed_attention` does, by torch's general attention over padded samples."""
+    """Compute attention as `packed_attention` does, by torch's general attention
+    over padded samples."""
     if layout.key_gather is not None and layout.query_gather is not None:
-        query, key, value = layout.query_gather(query), layout.key_gather(key), layout.key_gather(value)
+        query = layout.query_gather(query)
+        key = layout.key_gather(key)
+        value = layout.key_gather(value)
     sizes = [(count * (width - skipped), count * width) for count, width, skipped in layout.buckets]
     asked, held = zip(*sizes, strict=True)
     parts = zip(query.split(asked), key.split(held), value.split(held), layout.buckets, strict=True)
     with _prefer_unplanned_kernels() if query.is_cuda else nullcontext():
         attended = [
-            _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts
+            _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window)
+            for q, k, v, (n, width, skipped) in parts
         ]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return out if layout.query_slots is None else _UnpadRows.apply(out, layout.query_slots)
@@ -253,7 +302,12 @@ def _prefer_unplanned_kernels() -> AbstractContextManager[None]:
     """Leave cuDNN, which plans for every new shape, to what other kernels cannot do."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+    kernels = [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.MATH,
+    ]
     chosen: AbstractContextManager[None] = sdpa_kernel(kernels, set_priority=True)
     return chosen
 
@@ -272,7 +326,8 @@ def _attend_bucket(
     q = query.unflatten(0, (count, width - skipped)).transpose(1, 2)
     k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
-    size, before = v.shape[-1], int(sinks is not None)
+    size = v.shape[-1]
+    before = int(sinks is not None)
     if sinks is not None:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = _append_sink_key(q, k, v, sinks, scale)
@@ -280,7 +335,8 @@ def _attend_bucket(
     if window is not None and window < width:
         mask = F.pad(_build_window_mask(width, skipped, window, q.device), (before, 0), value=True)
     elif skipped or before:
-        from torch.nn.attention.bias import causal_lower_right  # imports the compiler: one second at start-up
+        # Imports the compiler: one second at start-up.
+        from torch.nn.attention.bias import causal_lower_right
 
         # Queries lack the first tokens, but the last query still sees all keys.
         mask = causal_lower_right(width - skipped, width + before)
@@ -294,15 +350,20 @@ _SINK_PADDING = 8
 """Values by which each head grows with sinks: kernels take sizes in multiples of eight."""
 
 
-def _append_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepend one key to all others, whose product with a query of head `h` is `sinks[h] / scale`; its value is zero.
+def _append_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prepend one key to all others, whose product with a query of head `h` is `sinks[h] / scale`;
+    its value is zero.
 
-    All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: the first of the new values holds that product in queries,
-    and 1 in the new key.
+    All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: the first of the new values holds that
+    product in queries, and 1 in the new key.
     """
     score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
     q = torch.cat([q, F.pad(score, (0, _SINK_PADDING - 1))], dim=-1)
-    sink = F.one_hot(torch.tensor(k.shape[-1], device=k.device), k.shape[-1] + _SINK_PADDING).to(k.dtype)
+    sink = F.one_hot(torch.tensor(k.shape[-1], device=k.device), k.shape[-1] + _SINK_PADDING).to(
+        k.dtype
+    )
     k = torch.cat([sink.expand(*k.shape[:2], 1, -1), F.pad(k, (0, _SINK_PADDING))], dim=2)
     return q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1], 1, 0))
 

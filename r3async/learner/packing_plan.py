@@ -8,16 +8,22 @@ lockstep efficiency = total cost / (ranks · Σ_j max_r cost(micro-batch j of ra
 The planner raises it, using the fewest micro-batches that the token cap allows. A *round* is the
 micro-batches of all ranks at one index; its *level* is the cost of its costliest one.
 
-1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear programme, solved by
-filling up (see there). It plans for slightly more work than there is (`LEVEL_SLACKS`), as nothing packs perfectly.
-2. Rounds are filled under cap and level, each time with the longest sample that fits: first-fit decreasing, one
-micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last round takes the
-rest, longest first, each to the rank with the least (LPT, Graham 1969).
-3. Two simpler plans are made as well: all micro-batches of first-fit decreasing in order of cost, and ranks that are
-balanced first and packed one by one (`apart`), which is best where many samples are cut at the same length.
-4. The plan with the shortest wait is kept. A plan is abandoned as soon as it cannot be the best: its wait so far
-exceeds the total wait of the best plan, less the remaining work in equal shares. Micro-batches of a round are
-assigned so that the ranks' totals are close, too.
+1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear
+   programme, solved by
+filling up (see there). It plans for slightly more work than there is (`LEVEL_SLACKS`), as nothing
+packs perfectly.
+2. Rounds are filled under cap and level, each time with the longest sample that fits:
+   first-fit decreasing, one
+micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last
+round takes the rest, longest first, each to the rank with the least (LPT, Graham 1969).
+3. Two simpler plans are made as well: all micro-batches of first-fit decreasing in order of cost,
+   and ranks that are
+balanced first and packed one by one (`apart`), which is best where many samples are cut at
+the same length.
+4. The plan with the shortest wait is kept. A plan is abandoned as soon as it cannot be the
+   best: its wait so far
+exceeds the total wait of the best plan, less the remaining work in equal shares. Micro-batches of a
+round are assigned so that the ranks' totals are close, too.
 """
 
 from __future__ import annotations
@@ -37,28 +43,34 @@ from r3async.data.model_shape import ModelShapeError, parse_model_shape
 Bin = list[int]
 
 LEVEL_SLACKS = (0.03, 0.08, 0.01, 0.05, 0.0, 0.02, 0.12, 0.2, 0.5)
-"""Relative slacks of the levels, ordered by gain with many samples. The more samples, the less the choice matters."""
+"""Relative slacks of the levels, ordered by gain with many samples. The more samples, the less
+the choice matters."""
 PLANNING_BUDGET = 20_000
 """Number of samples and micro-batches that are packed under levels in one plan, over all slacks."""
 EXACT_FIT_ROUNDS = 200
-"""Number of rounds from which on no exact fit is tried: one round saved is then less than half a percent."""
+"""Number of rounds from which on no exact fit is tried: one round saved is then less
+than half a percent."""
 MAX_PAIRS = 24
-"""Number of pairs of samples tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
+"""Number of pairs of samples tried to fill one micro-batch to the last token, when plain
+first-fit needs too many."""
 
 
-# -- the cost of a sample ------------------------------------------------------------------------------------------------
+# -- the cost of a sample --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a sample of `n` tokens, `linear * n + quadratic * n²`, in any unit: only ratios matter."""
+    """The cost of a sample of `n` tokens, `linear * n + quadratic * n²`, in any unit:
+    only ratios matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.linear > 0 and self.quadratic >= 0):
-            raise ValueError(f"`linear` must be greater than 0 and `quadratic` not negative, got {self}")
+            raise ValueError(
+                f"`linear` must be greater than 0 and `quadratic` not negative, got {self}"
+            )
 
     def estimate_costs(self, lengths: np.ndarray) -> np.ndarray:
         """Return the costs of samples of these lengths: float64, in the shape of `lengths`."""
@@ -67,44 +79,59 @@ class CostModel:
 
 
 def build_cost_model(config: Mapping[str, Any]) -> CostModel:
-    """Return the FLOPs of the forward pass over one sample as a cost model, from a Hugging Face `config.json`.
+    """Return the FLOPs of the forward pass over one sample as a cost model, from a Hugging
+    Face `config.json`.
 
-    The backward pass takes twice as many. A multiply-add is 2 FLOPs. With `h` hidden size, `a` heads, `g` key-value
-    heads, `d_qk` and `d_v` head dimensions:
+    The backward pass takes twice as many. A multiply-add is 2 FLOPs. With `h` hidden size, `a`
+    heads, `g` key-value heads, `d_qk` and `d_v` head dimensions:
 
-    * linear, per layer: 2 h (a d_qk + g (d_qk + d_v) + a d_v) for the projections; 2 · 3 h w for a gated feed-forward
-      of width `w`, where an MoE layer has w = top_k · expert width + shared width, and 2 h · experts for its router;
-      and once 2 h · vocabulary for the logits. Latent attention (MLA) projects through its low ranks instead.
-    * quadratic, per layer with full attention: Σ_t 2 a (d_qk + d_v) t over the t = 1..n keys that token t sees, which
-      is a (d_qk + d_v) n². A layer with a sliding window sees at most the window, and is linear; so is linear
-      attention.
+    * linear, per layer: 2 h (a d_qk + g (d_qk + d_v) + a d_v) for the projections; 2 · 3 h w for a
+      gated feed-forward of width `w`, where an MoE layer has w = top_k · expert width + shared
+      width, and 2 h · experts for its router; and once 2 h · vocabulary for the logits. Latent
+      attention (MLA) projects through its low ranks instead.
+    * quadratic, per layer with full attention: Σ_t 2 a (d_qk + d_v) t over the t = 1..n keys that
+      token t sees, which is a (d_qk + d_v) n². A layer with a sliding window sees at most the
+      window, and is linear; so is linear attention.
 
-    Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only, grouped-query and
-    gated layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts attention without the mask. Embedding
-    lookup, norms and activation functions are left out, as in these sources. If a configuration describes its shape in
-    another way, the cost is the number of tokens: a plan is then less even, but just as correct.
+    Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only,
+    grouped-query and gated layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts
+    attention without the mask. Embedding lookup, norms and activation functions are left out, as in
+    these sources. If a configuration describes its shape in another way, the cost is the number of
+    tokens: a plan is then less even, but just as correct.
     """
     try:
         s = parse_model_shape(config)
     except ModelShapeError:
         return CostModel()
-    h, heads, d_qk, d_v = s.hidden_size, s.num_heads, s.qk_dim, s.value_dim
+    h = s.hidden_size
+    heads = s.num_heads
+    d_qk = s.qk_dim
+    d_v = s.value_dim
     if s.kv_rank:
         query = s.query_rank * (h + heads * d_qk) if s.query_rank else h * heads * d_qk
-        projections = query + h * (s.kv_rank + s.rope_dim) + s.kv_rank * heads * (d_qk - s.rope_dim + d_v)
+        projections = (
+            query + h * (s.kv_rank + s.rope_dim) + s.kv_rank * heads * (d_qk - s.rope_dim + d_v)
+        )
     else:
         projections = h * (heads * d_qk + s.num_kv_heads * (d_qk + d_v))
     projections += h * heads * d_v
-    moe, dense = 3 * h * s.expert_width * s.top_k + s.router_parameters, s.mlp_parameters
+    moe = 3 * h * s.expert_width * s.top_k + s.router_parameters
+    dense = s.mlp_parameters
     mixtures = len(s.moe_layers)
-    weights = s.num_layers * projections + mixtures * moe + (s.num_layers - mixtures) * dense + s.embedding_parameters
+    weights = (
+        s.num_layers * projections
+        + mixtures * moe
+        + (s.num_layers - mixtures) * dense
+        + s.embedding_parameters
+    )
     attention = heads * (d_qk + d_v)
     return CostModel(
-        linear=2.0 * (weights + attention * s.window_tokens), quadratic=float(attention * s.full_attention_layers)
+        linear=2.0 * (weights + attention * s.window_tokens),
+        quadratic=float(attention * s.full_attention_layers),
     )
 
 
-# -- the plan of micro-batches ------------------------------------------------------------------------------------------
+# -- the plan of micro-batches ---------------------------------------------------------------------
 
 
 class PackingError(ValueError):
@@ -121,12 +148,13 @@ def plan_micro_batches(
 ) -> list[list[Bin]]:
     """Return, for each rank, its micro-batches as lists of indices into `lengths`.
 
-    A micro-batch has at most `max_tokens` tokens. Every index is in one micro-batch. All ranks have the same number of
-    micro-batches, costliest first; some may be empty. The wait at each micro-batch is as short as the planner can make
-    it (see the comment above), with as few micro-batches as it can find.
+    A micro-batch has at most `max_tokens` tokens. Every index is in one micro-batch. All ranks have
+    the same number of micro-batches, costliest first; some may be empty. The wait at each
+    micro-batch is as short as the planner can make it (see the comment above), with as few
+    micro-batches as it can find.
 
-    `costs` are the costs of the samples, if they are not what `cost` gives for their lengths. Raises `PackingError` if
-    one sample alone is longer than `max_tokens`.
+    `costs` are the costs of the samples, if they are not what `cost` gives for their lengths.
+    Raises `PackingError` if one sample alone is longer than `max_tokens`.
     """
     if ranks < 1:
         raise ValueError(f"`ranks` must be 1 or more, got {ranks}")
@@ -135,8 +163,9 @@ def plan_micro_batches(
     if len(sizes) and sizes[order[-1]] > max_tokens:
         index = int(order[-1])
         raise PackingError(
-            f"sample {index} has {lengths[index]} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}: "
-            "raise that, or lower episode.max_total_tokens"
+            f"sample {index} has {lengths[index]} tokens, more than "
+            f"learner.max_tokens_per_micro_batch = {max_tokens}: raise that, or lower "
+            "episode.max_total_tokens"
         )
     cost = cost or CostModel()
     each = cost.estimate_costs(sizes) if costs is None else np.asarray(costs, np.float64)
@@ -146,30 +175,42 @@ def plan_micro_batches(
 
 
 def sum_lockstep_cost(costs: Sequence[Sequence[float]]) -> float:
-    """Return the total cost that the ranks wait for, given the cost of each micro-batch of each rank."""
+    """Return the total cost that the ranks wait for, given the cost of each
+    micro-batch of each rank."""
     return float(sum(max(of_rank) for of_rank in zip(*costs, strict=True)))
 
 
 def find_round_levels(
-    lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: CostModel, total_cost: float
+    lengths: np.ndarray,
+    *,
+    max_tokens: int,
+    ranks: int,
+    count: int,
+    cost: CostModel,
+    total_cost: float,
 ) -> np.ndarray:
-    """Return float64 `[count]`: the levels with the least sum that micro-batches of cost `total_cost` in all allow.
+    """Return float64 `[count]`: the levels with the least sum that micro-batches of cost
+    `total_cost` in all allow.
 
-    Let y_1 >= y_2 >= ... be the costs of a plan's micro-batches. The i-th of them holds no more than `u_i`, the cost of
-    a full one whose longest sample is the i-th longest of all (its quadratic part is convex, so greatest if the other
-    samples are as long as they may be); and no less than the i-th longest sample where that is over half the cap, as no
-    two of those are together. The levels of any plan are, sorted, at least M_j = y_{j · ranks}, so
+    Let y_1 >= y_2 >= ... be the costs of a plan's micro-batches. The i-th of them holds no more
+    than `u_i`, the cost of a full one whose longest sample is the i-th longest of all (its
+    quadratic part is convex, so greatest if the other samples are as long as they may be); and no
+    less than the i-th longest sample where that is over half the cap, as no two of those are
+    together. The levels of any plan are, sorted, at least M_j = y_{j · ranks}, so
 
         Σ_j Σ_r min(M_j, u_{j · ranks + r}) >= total_cost,    M_j >= cost of that single sample,
 
-    and the least Σ_j M_j under this is a bound on every plan. Each sum over r is concave in M_j, with a slope of the
-    number of micro-batches that can still follow: so levels are raised where most can, until the work is done. Work
-    beyond the most possible is left undone.
+    and the least Σ_j M_j under this is a bound on every plan. Each sum over r is concave in M_j,
+    with a slope of the number of micro-batches that can still follow: so levels are raised where
+    most can, until the work is done. Work beyond the most possible is left undone.
     """
     n = np.sort(np.asarray(lengths, np.float64))[::-1][: count * ranks]
-    alone, rest = cost.estimate_costs(n), max_tokens - n
+    alone = cost.estimate_costs(n)
+    rest = max_tokens - n
     crowded = 2 * n <= max_tokens
-    most = cost.linear * max_tokens + cost.quadratic * np.where(crowded, n * max_tokens, n**2 + rest**2)
+    most = cost.linear * max_tokens + cost.quadratic * np.where(
+        crowded, n * max_tokens, n**2 + rest**2
+    )
     least = np.where(crowded, 0.0, alone)
     least[:1] = alone[:1]
     missing = (0, count * ranks - len(n))
@@ -177,7 +218,9 @@ def find_round_levels(
     caps = np.pad(most, missing).reshape(count, ranks)
 
     need = total_cost - np.minimum(level[:, None], caps).sum()
-    steps = np.diff(np.sort(np.maximum(caps, level[:, None]), axis=1), axis=1, prepend=level[:, None])
+    steps = np.diff(
+        np.sort(np.maximum(caps, level[:, None]), axis=1), axis=1, prepend=level[:, None]
+    )
     for r in range(ranks):
         follow = ranks - r
         gain = follow * steps[:, r].sum()
@@ -191,13 +234,14 @@ def find_round_levels(
 class _SamplePool:
     """The samples that are not placed yet, found by length in nearly constant time.
 
-    `samples` ascend in length. `_below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is
-    left (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
+    `samples` ascend in length. `_below[i + 1]` leads, over some steps, to `j + 1` of the last
+    sample `j <= i` that is left (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
     """
 
     def __init__(self, samples: list[int], lengths: list[int], costs: list[float]):
         self.samples = samples
-        self.lengths, self.costs = [lengths[s] for s in samples], [costs[s] for s in samples]
+        self.lengths = [lengths[s] for s in samples]
+        self.costs = [costs[s] for s in samples]
         self._below = list(range(len(samples) + 1))
 
     def find_last(self, end: int) -> int:
@@ -208,7 +252,8 @@ class _SamplePool:
         return end - 1
 
     def find_fitting(self, free: int, level: float, end: int) -> int:
-        """Return the index, below `end`, of the longest sample within `free` tokens and cost `level`; or -1."""
+        """Return the index, below `end`, of the longest sample within `free` tokens and
+        cost `level`; or -1."""
         end = bisect_right(self.lengths, free, 0, end)
         return self.find_last(end if level == np.inf else bisect_right(self.costs, level, 0, end))
 
@@ -221,7 +266,8 @@ class _SamplePool:
             self._below[at + 1] = at
 
     def find_pair(self, free: int, slack: int, excluded: int) -> tuple[int, ...]:
-        """Return the indices of two samples, neither of them `excluded`, that leave less than `slack` of `free`.
+        """Return the indices of two samples, neither of them `excluded`, that leave less than
+        `slack` of `free`.
 
         They are the best of about `MAX_PAIRS` tried; the result is empty if none fits.
         """
@@ -234,15 +280,21 @@ class _SamplePool:
                 long = self.find_last(long) if long == excluded else long
                 left = free - self.lengths[short] - self.lengths[long]
                 if long > short and left < slack:
-                    best, slack = (long, short), left
+                    best = (long, short)
+                    slack = left
         return best
 
 
 class _StepPlanner:
     """One step's samples, sorted by length, and the ways to divide them."""
 
-    def __init__(self, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, ranks: int, cost: CostModel):
-        self.sorted_lengths, self.max_tokens, self.ranks, self.cost = lengths, max_tokens, ranks, cost
+    def __init__(
+        self, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, ranks: int, cost: CostModel
+    ):
+        self.sorted_lengths = lengths
+        self.max_tokens = max_tokens
+        self.ranks = ranks
+        self.cost = cost
         self.lengths: list[int] = lengths.tolist()
         self.costs: list[float] = costs.tolist()
         # Costs are searched like lengths: no sample has a higher ceiling than a longer one.
@@ -253,10 +305,16 @@ class _StepPlanner:
         bins = self.pack_fewest()
         if self.ranks == 1:
             return [sorted(bins, key=self.bin_cost, reverse=True)]
-        packed, apart = self.arrange_rounds(bins), self.pack_ranks_separately()
-        # Ties go to the lower number: a plan under levels is even where first-fit leaves ranks empty.
+        packed = self.arrange_rounds(bins)
+        apart = self.pack_ranks_separately()
+        # Ties go to the lower number: a plan under levels is even where first-fit
+        # leaves ranks empty.
         best = min((self.lockstep_cost(packed), 1, packed), (self.lockstep_cost(apart), 2, apart))
-        for slack in LEVEL_SLACKS[: max(1, PLANNING_BUDGET // (len(self.lengths) + len(bins)))] if bins else ():
+        for slack in (
+            LEVEL_SLACKS[: max(1, PLANNING_BUDGET // (len(self.lengths) + len(bins)))]
+            if bins
+            else ()
+        ):
             found = self.pack_under_levels(self.find_levels(len(packed), slack), limit=best[0])
             if found is not None:
                 best = min(best, (self.lockstep_cost(found), 0, found), key=itemgetter(0, 1))
@@ -285,7 +343,10 @@ class _StepPlanner:
         Use an exact fit instead, if it saves a round and there are few.
         """
         bins = self.fill_all(self.make_pool())
-        possible = max(-(-sum(self.lengths) // self.max_tokens), sum(2 * n > self.max_tokens for n in self.lengths))
+        possible = max(
+            -(-sum(self.lengths) // self.max_tokens),
+            sum(2 * n > self.max_tokens for n in self.lengths),
+        )
         if EXACT_FIT_ROUNDS > -(-len(bins) // self.ranks) > -(-possible // self.ranks):
             bins = min(bins, self.fill_all(self.make_pool(), exact=True), key=len)
         return bins
@@ -293,7 +354,9 @@ class _StepPlanner:
     def make_pool(self, samples: Iterable[int] | None = None) -> _SamplePool:
         """Return a pool of all samples, or of some, in ascending order."""
         return _SamplePool(
-            list(range(len(self.lengths)) if samples is None else samples), self.lengths, self._cost_ceilings
+            list(range(len(self.lengths)) if samples is None else samples),
+            self.lengths,
+            self._cost_ceilings,
         )
 
     def fill_all(self, pool: _SamplePool, *, exact: bool = False) -> list[Bin]:
@@ -303,13 +366,15 @@ class _StepPlanner:
         return bins
 
     def fill_bin(self, pool: _SamplePool, level: float = np.inf, *, exact: bool = False) -> Bin:
-        """Fill a micro-batch: the longest sample in the pool, then always the longest that fits cap and `level`.
+        """Fill a micro-batch: the longest sample in the pool, then always the longest that fits
+        cap and `level`.
 
-        With `exact`, the last one may be replaced by two that leave fewer tokens free: gaps are filled with small
-        samples, which are too useful to leave gaps with.
+        With `exact`, the last one may be replaced by two that leave fewer tokens free: gaps are
+        filled with small samples, which are too useful to leave gaps with.
         """
         found: list[int] = []  # descending indices in the pool
-        free, end = self.max_tokens, len(pool.samples)
+        free = self.max_tokens
+        end = len(pool.samples)
         while (end := pool.find_fitting(free, level, end)) >= 0:
             found.append(end)
             free -= pool.lengths[end]
@@ -325,20 +390,25 @@ class _StepPlanner:
         return [pool.samples[i] for i in found]
 
     def arrange_rounds(self, bins: list[Bin]) -> list[list[Bin]]:
-        """Put micro-batches of similar cost at the same index, and add empty ones to complete the last round."""
+        """Put micro-batches of similar cost at the same index, and add empty ones to
+        complete the last round."""
         bins = sorted(bins, key=self.bin_cost, reverse=True)
         bins += [[] for _ in range(-len(bins) % self.ranks)]
         return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
 
     def pack_ranks_separately(self) -> list[list[Bin]]:
-        """Divide samples among the ranks for equal cost (LPT); pack each rank's first-fit decreasing, costliest first."""
+        """Divide samples among the ranks for equal cost (LPT); pack each rank's first-fit
+        decreasing, costliest first."""
         mine: list[list[int]] = [[] for _ in range(self.ranks)]
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
         for sample in range(len(self.lengths) - 1, -1, -1):
             load, rank = loads[0]
             heapq.heapreplace(loads, (load + self.costs[sample], rank))
             mine[rank].append(sample)
-        packed = [sorted(self.fill_all(self.make_pool(own[::-1])), key=self.bin_cost, reverse=True) for own in mine]
+        packed = [
+            sorted(self.fill_all(self.make_pool(own[::-1])), key=self.bin_cost, reverse=True)
+            for own in mine
+        ]
         return [list(bins) for bins in zip_longest(*packed, fillvalue=[])]
 
     def pack_under_levels(self, levels: list[float], limit: float) -> list[list[Bin]] | None:
@@ -346,15 +416,18 @@ class _StepPlanner:
 
         Returns None if they do not fit, or if the ranks wait longer than `limit`.
         """
-        pool, rounds = self.make_pool(), []
-        waited, rest = 0.0, self.total_cost
+        pool = self.make_pool()
+        rounds = []
+        waited = 0.0
+        rest = self.total_cost
         for level in levels[:-1]:
             # The longest remaining sample must fit into some round.
             longest = pool.find_last(len(self.lengths))
             level = max(level, self._cost_ceilings[longest] if longest >= 0 else 0.0)
             rounds.append([self.fill_bin(pool, level) for _ in range(self.ranks)])
             done = [self.bin_cost(m) for m in rounds[-1]]
-            waited, rest = waited + max(done), rest - sum(done)
+            waited = waited + max(done)
+            rest = rest - sum(done)
             if waited + rest / self.ranks > limit * (1 + 1e-12):
                 return None
         last = self.fill_last_round(pool)
@@ -366,8 +439,8 @@ class _StepPlanner:
     def fill_last_round(self, pool: _SamplePool) -> list[Bin] | None:
         """Divide the pool into one micro-batch per rank.
 
-        The longest sample comes first, and each goes to the rank with the least cost that has capacity for it. Returns
-        None if a sample fits nowhere.
+        The longest sample comes first, and each goes to the rank with the least cost that has
+        capacity for it. Returns None if a sample fits nowhere.
         """
         divided: list[Bin] = [[] for _ in range(self.ranks)]
         free = [self.max_tokens] * self.ranks
@@ -375,7 +448,8 @@ class _StepPlanner:
         samples = pool.list_remaining()
         shortest = self.lengths[samples[0]] if samples else 0
         for sample in reversed(samples):
-            length, full = self.lengths[sample], []
+            length = self.lengths[sample]
+            full = []
             while loads and free[loads[0][1]] < length:
                 full.append(heapq.heappop(loads))
             if not loads:
@@ -392,13 +466,16 @@ class _StepPlanner:
     def assign_to_ranks(self, rounds: list[list[Bin]]) -> list[list[Bin]]:
         """Assign each round's micro-batches to the ranks.
 
-        The costliest goes to the rank with the least so far. The costliest round comes first, so that insufficient
-        memory shows at once.
+        The costliest goes to the rank with the least so far. The costliest round comes first, so
+        that insufficient memory shows at once.
         """
         divided: list[list[Bin]] = [[] for _ in range(self.ranks)]
         totals = [0.0] * self.ranks
         costed = [
-            sorted(zip(map(self.bin_cost, bins), bins, strict=True), key=itemgetter(0), reverse=True) for bins in rounds
+            sorted(
+                zip(map(self.bin_cost, bins), bins, strict=True), key=itemgetter(0), reverse=True
+            )
+            for bins in rounds
         ]
         for bins in sorted(costed, key=lambda bins: bins[0][0], reverse=True):
             idle_first = sorted(range(self.ranks), key=totals.__getitem__)

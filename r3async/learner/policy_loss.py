@@ -1,21 +1,25 @@
 """Per-token policy-gradient losses, by the names of `algorithm.policy_loss`.
 
-pi: the learner; pi_a: the anchor, `algorithm.anchor`; A: the advantage; sg: no gradient. The ratio is
-`r = exp(clamp(log pi - log pi_a, -20, 20))`: beyond the clamp, which no trained token should come near, it is constant
-and has no gradient. Papers maximise; the losses are the negatives of their objectives.
+pi: the learner; pi_a: the anchor, `algorithm.anchor`; A: the advantage; sg: no gradient. The ratio
+is `r = exp(clamp(log pi - log pi_a, -20, 20))`: beyond the clamp, which no trained token should
+come near, it is constant and has no gradient. Papers maximise; the losses are the negatives of
+their objectives.
 
-A custom loss is any function of the type `PolicyLossFunction`, named by `algorithm.policy_loss = "module:function"`:
+A custom loss is any function of the type `PolicyLossFunction`, named by
+`algorithm.policy_loss = "module:function"`:
 
     @by_token
     def reinforce(inputs: LossInputs) -> PolicyLoss:
         return PolicyLoss(-inputs.advantages * inputs.logprobs, clipped=torch.zeros_like(inputs.mask))
 
-It must treat an episode alike whatever others are in its micro-batch, and not divide by their number: masks and weights
-(the reduction's denominators) are applied by the caller. Then its gradient does not depend on packing.
+It must treat an episode alike whatever others are in its micro-batch, and not divide by their
+number: masks and weights (the reduction's denominators) are applied by the caller. Then its
+gradient does not depend on packing.
 
-It sees whole episodes, and may use anything in them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
-samples are in several micro-batches that takes one more forward pass: see `trainer.accumulate_gradients`. A loss at a
-token that depends on that token's own columns alone is marked with `@by_token`, and avoids that pass.
+It sees whole episodes, and may use anything in them (`LossInputs.episode_sum`, `episode_mean`).
+Where an episode's samples are in several micro-batches that takes one more forward pass: see
+`trainer.accumulate_gradients`. A loss at a token that depends on that token's own columns alone is
+marked with `@by_token`, and avoids that pass.
 """
 
 from __future__ import annotations
@@ -38,16 +42,19 @@ MAX_ROUNDING_CLIPPED = 0.1
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a policy loss for one micro-batch: M tokens of S episodes; float32 `[M]` unless stated otherwise.
+    """The inputs of a policy loss for one micro-batch: M tokens of S episodes; float32 `[M]` unless
+    stated otherwise.
 
-    Only `logprobs` has a gradient. Every column is 0 where `mask` is False. Tokens of an episode that are in other
-    micro-batches are here too: their log-probs without a gradient, and in the same order wherever they are seen.
+    Only `logprobs` has a gradient. Every column is 0 where `mask` is False. Tokens of an episode
+    that are in other micro-batches are here too: their log-probs without a gradient, and in the
+    same order wherever they are seen.
     """
 
     logprobs: Tensor
     """Log-probs of the learner, log pi."""
     anchor_logprobs: Tensor
-    """Log-probs of the anchor, log pi_a: `rollout_logprobs`, or `old_logprobs` with `algorithm.anchor = "recomputed"`."""
+    """Log-probs of the anchor, log pi_a: `rollout_logprobs`, or `old_logprobs` with
+    `algorithm.anchor = "recomputed"`."""
     rollout_logprobs: Tensor
     """Log-probs of the policy that sampled the tokens."""
     old_logprobs: Tensor | None
@@ -58,7 +65,8 @@ class LossInputs:
     episode_index: Tensor
     """int64 `[M]`: the index, among the S episodes, of each token's episode."""
     num_episodes: int
-    """The number of episodes, S. Episodes are whole, with all their trained tokens, except for a `by_token` loss."""
+    """The number of episodes, S. Episodes are whole, with all their trained tokens, except for a
+    `by_token` loss."""
     config: AlgorithmConfig
 
     def ratio(self) -> Tensor:
@@ -66,13 +74,15 @@ class LossInputs:
         return bounded_exp(self.logprobs - self.anchor_logprobs)
 
     def episode_sum(self, values: Tensor) -> Tensor:
-        """Return float64 `[M]`, with gradient: the sum of `values` `[M]` over each token's episode, within `mask`."""
-        return sum_by_episode(torch.where(self.mask, values, 0), self.episode_index, self.num_episodes)[
-            self.episode_index
-        ]
+        """Return float64 `[M]`, with gradient: the sum of `values` `[M]` over each token's
+        episode, within `mask`."""
+        return sum_by_episode(
+            torch.where(self.mask, values, 0), self.episode_index, self.num_episodes
+        )[self.episode_index]
 
     def episode_mean(self, values: Tensor) -> Tensor:
-        """Return float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 without any."""
+        """Return float64 `[M]`, with gradient: `episode_sum` over the number of those
+        tokens; 0 without any."""
         return self.episode_sum(values) / self.episode_sum(self.mask).clamp(min=1)
 
 
@@ -82,8 +92,8 @@ class PolicyLoss(NamedTuple):
     Attributes:
         value: `[M]`: each token's loss, with gradient.
         clipped: bool `[M]`: True where a bound changed or stopped the token's gradient.
-        high: bool `[M]`: True where that would be an upper bound, for the figures; None: where the token's own ratio is
-            above 1.
+        high: bool `[M]`: True where that would be an upper bound, for the figures; None: where the
+            token's own ratio is above 1.
     """
 
     value: Tensor
@@ -98,7 +108,8 @@ BY_TOKEN_ATTRIBUTE = "by_token"
 
 
 def by_token(function: PolicyLossT) -> PolicyLossT:
-    """Mark a policy loss whose value at a token depends on no other token: it is correct without whole episodes."""
+    """Mark a policy loss whose value at a token depends on no other token: it is correct
+    without whole episodes."""
     setattr(function, BY_TOKEN_ATTRIBUTE, True)
     return function
 
@@ -109,7 +120,8 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def sum_by_episode(values: Tensor, episode_index: Tensor, num_episodes: int) -> Tensor:
-    """Return float64 `[S]`, with gradient: the sums of `values` `[M]` over each episode; 0 for one without tokens.
+    """Return float64 `[S]`, with gradient: the sums of `values` `[M]` over each episode; 0 for
+    one without tokens.
 
     `episode_index` int64 `[M]` is the index of each token's episode.
     """
@@ -121,19 +133,22 @@ def sum_by_episode(values: Tensor, episode_index: Tensor, num_episodes: int) -> 
 def truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
     """Return the policy gradient with truncated importance weights: `-sg(min(r, cap)) A log pi`.
 
-    Weights capped from above bound the variance and leave the sign of every token's gradient alone (IMPALA's truncated
-    rho, arXiv 1802.01561). The same as `cispo_loss` with `clip_low` = 1 and `clip_high` = cap - 1.
+    Weights capped from above bound the variance and leave the sign of every token's gradient alone
+    (IMPALA's truncated rho, arXiv 1802.01561). The same as `cispo_loss` with `clip_low` = 1 and
+    `clip_high` = cap - 1.
     """
-    ratio, cap = inputs.ratio().detach(), inputs.config.truncated_pg.cap
+    ratio = inputs.ratio().detach()
+    cap = inputs.config.truncated_pg.cap
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
 
 
 @by_token
 def ppo_loss(inputs: LossInputs) -> PolicyLoss:
-    """Return PPO's clipped loss: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` (arXiv 1707.06347, eq. 7).
+    """Return PPO's clipped loss: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` (arXiv
+    1707.06347, eq. 7).
 
-    The two bounds are separate (DAPO, arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0, it is
-    `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
+    The two bounds are separate (DAPO, arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0,
+    it is `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
     """
     settings = inputs.config.ppo
     return _clip_by_settings(inputs.ratio(), inputs.advantages, settings, settings.dual_clip)
@@ -143,46 +158,58 @@ def ppo_loss(inputs: LossInputs) -> PolicyLoss:
 def tis_loss(inputs: LossInputs) -> PolicyLoss:
     """Return PPO's loss with truncated importance sampling for the engine's part.
 
-    It is `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with `u = pi / pi_old`, the
-    ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao et al., "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training", 2025: PPO as the trainer would compute it alone, and a capped weight
-    for the engine's part. `decoupled_ppo_loss` has the same formula from another source, with another cap.
+    It is `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with
+    `u = pi / pi_old`, the ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao
+    et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025: PPO as
+    the trainer would compute it alone, and a capped weight for the engine's part.
+    `decoupled_ppo_loss` has the same formula from another source, with another cap.
     """
     return _behavior_weighted_ppo(inputs, inputs.config.tis, inputs.config.tis.cap)
 
 
 def gspo_loss(inputs: LossInputs) -> PolicyLoss:
-    """Return PPO's clipped loss on the length-normalised ratio of the episode. GSPO, arXiv 2507.18071, section 4.
+    """Return PPO's clipped loss on the length-normalised ratio of the episode. GSPO, arXiv
+    2507.18071, section 4.
 
     It is `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
     `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`.
 
-    In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and, where A and the weight
-    are the same all over an episode, in gradient; and correct for advantages that differ between turns too.
+    In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and,
+    where A and the weight are the same all over an episode, in gradient; and correct for advantages
+    that differ between turns too.
 
-    Its range is narrow: with the rollout's anchor the rounding of bf16 between engine and learner alone is wider for
-    short episodes. With `noise`, the standard deviation of a token's log-ratio that rounding causes, that of the mean
-    over n tokens is `noise / sqrt(n)`, and neither bound is nearer to 1 than three of them.
+    Its range is narrow: with the rollout's anchor the rounding of bf16 between engine and learner
+    alone is wider for short episodes. With `noise`, the standard deviation of a token's log-ratio
+    that rounding causes, that of the mean over n tokens is `noise / sqrt(n)`, and neither bound is
+    nearer to 1 than three of them.
     """
     settings = inputs.config.gspo
     log_ratio = inputs.episode_mean((inputs.logprobs - inputs.anchor_logprobs).detach())
     ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
     ratio = ratio * (inputs.logprobs - inputs.logprobs.detach()).exp()
-    least = 3 * settings.noise * inputs.episode_sum(inputs.mask).clamp(min=1).rsqrt().to(ratio.dtype)
+    least = (
+        3 * settings.noise * inputs.episode_sum(inputs.mask).clamp(min=1).rsqrt().to(ratio.dtype)
+    )
     return _clip_to_bounds(
-        ratio, inputs.advantages, 1 - least.clamp(min=settings.clip_low), 1 + least.clamp(min=settings.clip_high)
+        ratio,
+        inputs.advantages,
+        1 - least.clamp(min=settings.clip_low),
+        1 + least.clamp(min=settings.clip_high),
     )
 
 
 @by_token
 def cispo_loss(inputs: LossInputs) -> PolicyLoss:
-    """Return CISPO's loss: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`. No token's gradient is dropped.
+    """Return CISPO's loss: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`. No token's
+    gradient is dropped.
 
-    CISPO, arXiv 2506.13585, eq. 4 and 5, without a lower bound (`clip_low` = 1) as there; an upper bound on r of about
-    5 is ScaleRL's, arXiv 2510.13786.
+    CISPO, arXiv 2506.13585, eq. 4 and 5, without a lower bound (`clip_low` = 1) as there; an upper
+    bound on r of about 5 is ScaleRL's, arXiv 2510.13786.
     """
-    settings, ratio = inputs.config.cispo, inputs.ratio().detach()
-    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    settings = inputs.config.cispo
+    ratio = inputs.ratio().detach()
+    low = 1 - settings.clip_low
+    high = 1 + settings.clip_high
     weight = ratio.clamp(low, high)
     return PolicyLoss(-weight * inputs.advantages * inputs.logprobs, (ratio < low) | (ratio > high))
 
@@ -191,8 +218,8 @@ def cispo_loss(inputs: LossInputs) -> PolicyLoss:
 def sapo_loss(inputs: LossInputs) -> PolicyLoss:
     """Return SAPO's loss: `-sigmoid(tau (r - 1)) (4 / tau) A`.
 
-    Here `tau = tau_positive` where A > 0, else `tau_negative`. A soft gate in place of a clip, with the gradient of
-    `-r A` at r = 1. SAPO, arXiv 2511.20347.
+    Here `tau = tau_positive` where A > 0, else `tau_negative`. A soft gate in place of a clip, with
+    the gradient of `-r A` at r = 1. SAPO, arXiv 2511.20347.
     """
     settings = inputs.config.sapo
     tau = torch.full_like(inputs.advantages, settings.tau_negative)
@@ -203,13 +230,17 @@ def sapo_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def dppo_loss(inputs: LossInputs) -> PolicyLoss:
-    """Return DPPO's loss: `-M r A`, with `M = 0` where the policy has moved too far in the direction of A, else 1.
+    """Return DPPO's loss: `-M r A`, with `M = 0` where the policy has moved too far in the
+    direction of A, else 1.
 
-    `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the two) is above
-    `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r < 1. DPPO with the binary-TV
-    divergence, arXiv 2602.04879, eq. 11 to 13. Its authors anchor on the rollout policy.
+    `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the
+    two) is above `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r
+    < 1. DPPO with the binary-TV divergence, arXiv 2602.04879, eq. 11 to 13. Its authors anchor on
+    the rollout policy.
     """
-    settings, ratio, advantages = inputs.config.dppo, inputs.ratio(), inputs.advantages
+    settings = inputs.config.dppo
+    ratio = inputs.ratio()
+    advantages = inputs.advantages
     change = inputs.logprobs.detach().exp() - inputs.anchor_logprobs.exp()
     too_high = (advantages > 0) & (change > settings.threshold_high)
     too_low = (advantages < 0) & (change < -settings.threshold_low)
@@ -221,40 +252,54 @@ def dppo_loss(inputs: LossInputs) -> PolicyLoss:
 def decoupled_ppo_loss(inputs: LossInputs) -> PolicyLoss:
     """Return decoupled PPO's loss: `-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`.
 
-    The clipped ratio `u = pi / pi_old` is relative to the learner before the step, whatever `algorithm.anchor`, and
-    `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)` corrects for the policy mu that sampled. Hilton
-    et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2.
+    The clipped ratio `u = pi / pi_old` is relative to the learner before the step, whatever
+    `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`
+    corrects for the policy mu that sampled. Hilton et al., arXiv 2110.00641; AReaL, arXiv
+    2505.24298, section 5.2.
     """
-    return _behavior_weighted_ppo(inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap)
+    return _behavior_weighted_ppo(
+        inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap
+    )
 
 
 def _behavior_weighted_ppo(inputs: LossInputs, settings: PPOConfig, cap: float) -> PolicyLoss:
-    """Return PPO's loss with the ratio to the learner before the step, times `min(pi_old / mu, cap)`."""
+    """Return PPO's loss with the ratio to the learner before the step, times
+    `min(pi_old / mu, cap)`."""
     assert inputs.old_logprobs is not None
     behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
     ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
-    surrogate, high = _clip_by_settings(ratio, inputs.advantages, settings, settings.dual_clip), ratio.detach() > 1
+    surrogate = _clip_by_settings(ratio, inputs.advantages, settings, settings.dual_clip)
+    high = ratio.detach() > 1
     capped = behaviour > cap
-    return PolicyLoss(behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | capped, high | capped)
+    return PolicyLoss(
+        behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | capped, high | capped
+    )
 
 
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """Return `-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a bound is in effect."""
-    low, high = (torch.full_like(ratio, bound) for bound in (1 - settings.clip_low, 1 + settings.clip_high))
+    """Return `-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a
+    bound is in effect."""
+    low, high = (
+        torch.full_like(ratio, bound) for bound in (1 - settings.clip_low, 1 + settings.clip_high)
+    )
     loss = _clip_to_bounds(ratio, advantages, low, high)
     if dual_clip is None:
         return loss
     cut = (advantages < 0) & (ratio > dual_clip)
-    return PolicyLoss(torch.where(cut, -dual_clip * advantages, loss.value), loss.clipped | cut, loss.high)
+    return PolicyLoss(
+        torch.where(cut, -dual_clip * advantages, loss.value), loss.clipped | cut, loss.high
+    )
 
 
 def _clip_to_bounds(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> PolicyLoss:
     """Return `-min(r A, clip(r, low, high) A)`, bounds `[M]`."""
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     bounded = torch.minimum(torch.maximum(ratio.detach(), low), high)
-    return PolicyLoss(-torch.where(clipped, bounded, ratio) * advantages, clipped, ratio.detach() > 1)
+    return PolicyLoss(
+        -torch.where(clipped, bounded, ratio) * advantages, clipped, ratio.detach() > 1
+    )
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
@@ -275,8 +320,10 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
 
 
 def check_custom_loss(config: AlgorithmConfig) -> None:
-    """Raise `ConfigError` if a custom loss, called with four made up tokens, returns anything but what its type says."""
-    function, tokens = resolve_policy_loss(config.policy_loss), torch.zeros(4)
+    """Raise `ConfigError` if a custom loss, called with four made up tokens, returns anything but
+    what its type says."""
+    function = resolve_policy_loss(config.policy_loss)
+    tokens = torch.zeros(4)
     inputs = LossInputs(
         logprobs=torch.full((4,), -1.0, requires_grad=True),
         anchor_logprobs=tokens - 1,
@@ -292,11 +339,13 @@ def check_custom_loss(config: AlgorithmConfig) -> None:
     try:
         made = function(inputs)
     except Exception as error:
-        raise ConfigError(f"{said} fails with four made up tokens: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{said} fails with four made up tokens: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, PolicyLoss):
         raise ConfigError(
-            f"{said} returns a {type(made).__name__}: it must return r3async.PolicyLoss(value, clipped), each with one entry a "
-            "token"
+            f"{said} returns a {type(made).__name__}: it must return r3async.PolicyLoss(value, "
+            "clipped), each with one entry a token"
         )
     for name, part in (("value", made.value), ("clipped", made.clipped)):
         if not isinstance(part, Tensor) or part.shape != inputs.mask.shape:
@@ -306,20 +355,29 @@ def check_custom_loss(config: AlgorithmConfig) -> None:
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     """Return True if the learner must compute `old_logprobs` before the step's first update."""
-    return "recomputed" in (config.anchor, config.correction.anchor) or config.policy_loss in ("tis", "decoupled_ppo")
+    return "recomputed" in (config.anchor, config.correction.anchor) or config.policy_loss in (
+        "tis",
+        "decoupled_ppo",
+    )
 
 
 def explain_gspo_clipping(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
-    """Return a hint if GSPO's range is too narrow in the first step: the reason, and what to set. Empty if it is not.
+    """Return a hint if GSPO's range is too narrow in the first step: the reason, and what to set.
+    Empty if it is not.
 
-    In the first step engine and learner have equal weights, and ratios are 1 but for rounding. The noise of a token's
-    log-ratio is `sqrt(2 k3)`. Empty with another loss, too.
+    In the first step engine and learner have equal weights, and ratios are 1 but for rounding. The
+    noise of a token's log-ratio is `sqrt(2 k3)`. Empty with another loss, too.
     """
     clipped = metrics["rollout_corr/clipped_fraction"]
-    if algorithm.policy_loss != "gspo" or algorithm.anchor != "rollout" or clipped <= MAX_ROUNDING_CLIPPED:
+    if (
+        algorithm.policy_loss != "gspo"
+        or algorithm.anchor != "rollout"
+        or clipped <= MAX_ROUNDING_CLIPPED
+    ):
         return ""
     noise = math.sqrt(2 * metrics.get("rollout_kl/k3_staleness_0", 0.0))
     return (
-        f"{clipped:.0%} of the tokens are clipped by rounding alone, of which a token's log-ratio has {noise:.2g}: set "
-        f'algorithm.gspo.noise={noise:.2g}, which widens the range of short episodes, or algorithm.anchor="recomputed"'
+        f"{clipped:.0%} of the tokens are clipped by rounding alone, of which a token's log-ratio "
+        f"has {noise:.2g}: set algorithm.gspo.noise={noise:.2g}, which widens the range of short "
+        'episodes, or algorithm.anchor="recomputed"'
     )

@@ -37,7 +37,8 @@ class PreparedStep(NamedTuple):
     digests: list[dict[str, int]]
 
 
-# The part of a step that follows from its groups alone: trainable trajectories, advantages, minibatches, loss weights.
+# The part of a step that follows from its groups alone: trainable trajectories, advantages,
+# minibatches, loss weights.
 
 
 def replace_untrainable(
@@ -45,23 +46,32 @@ def replace_untrainable(
     make_placeholder: Callable[[Trajectory], Trajectory],
     failing_groups: Mapping[int, str] = {},
 ) -> tuple[list[list[Trajectory]], list[RejectedTrajectory]]:
-    """Replace the trajectories that cannot be trained by placeholders, so that these do not end the run.
+    """Replace the trajectories that cannot be trained by placeholders, so that these do
+    not end the run.
 
-    The failure does not come back in a later step either. A trajectory is replaced if it is not trainable
-    (`check_trajectories`). So are all trajectories of a group in `failing_groups` (`find_failing_groups`): no single one
-    is to blame. Returns the groups, and the trajectories that were replaced.
+    The failure does not come back in a later step either. A trajectory is replaced if it is not
+    trainable (`check_trajectories`). So are all trajectories of a group in `failing_groups`
+    (`find_failing_groups`): no single one is to blame. Returns the groups, and the trajectories
+    that were replaced.
     """
     places = [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
-    invalid = find_invalid([trajectory for group in groups for trajectory in group], check_trajectories)
+    invalid = find_invalid(
+        [trajectory for group in groups for trajectory in group], check_trajectories
+    )
     reasons = {places[index]: str(error) for index, error in invalid.items()}
     for g, reason in failing_groups.items():
         for e in range(len(groups[g])):
             reasons.setdefault((g, e), reason)
     trainable = [
-        [make_placeholder(trajectory) if (g, e) in reasons else trajectory for e, trajectory in enumerate(group)]
+        [
+            make_placeholder(trajectory) if (g, e) in reasons else trajectory
+            for e, trajectory in enumerate(group)
+        ]
         for g, group in enumerate(groups)
     ]
-    return trainable, [RejectedTrajectory(groups[g][e], reason) for (g, e), reason in reasons.items()]
+    return trainable, [
+        RejectedTrajectory(groups[g][e], reason) for (g, e), reason in reasons.items()
+    ]
 
 
 def find_failing_groups(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[int, str]:
@@ -95,14 +105,20 @@ def prepare_minibatches(
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """Return the samples of each minibatch, with the learner's columns, and figures about them.
 
-    The columns are `advantages`, `loss_weights`, `episode`, `place` and `probed`. A group is in one minibatch, with all
-    its episodes and all samples of each: scores that are compared stay together, and every unit that the loss is a mean
-    over is whole.
+    The columns are `advantages`, `loss_weights`, `episode`, `place` and `probed`. A group is in one
+    minibatch, with all its episodes and all samples of each: scores that are compared stay
+    together, and every unit that the loss is a mean over is whole.
     """
-    samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
+    samples, metrics = assign_advantages(
+        groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens
+    )
     placed_groups = _place_samples(groups, samples)
-    # No update of the step should be noisier than the others: minibatches have about as many trained tokens each.
-    trained_tokens = [sum(int(np.count_nonzero(placed.trained_mask)) for placed in group) for group in placed_groups]
+    # No update of the step should be noisier than the others: minibatches have about as many
+    # trained tokens each.
+    trained_tokens = [
+        sum(int(np.count_nonzero(placed.trained_mask)) for placed in group)
+        for group in placed_groups
+    ]
     minibatches = [
         _add_learner_columns([placed for index in part for placed in placed_groups[index]], config)
         for part in partition_groups(trained_tokens, config.schedule.minibatches_per_step)
@@ -110,15 +126,20 @@ def prepare_minibatches(
     return minibatches, metrics
 
 
-def _place_samples(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample]) -> list[list[PlacedSample]]:
+def _place_samples(
+    groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample]
+) -> list[list[PlacedSample]]:
     """Return the samples of each group, from those of all groups in order."""
     placed: list[list[PlacedSample]] = [[] for _ in groups]
-    remaining, episode = iter(samples), 0
+    remaining = iter(samples)
+    episode = 0
     for group_index, group in enumerate(groups):
         for trajectory in group:
             for sample in itertools.islice(remaining, len(trajectory.samples)):
                 # Without a finite rollout log-prob a token has no ratio.
-                trained_mask = sample.table["loss_mask"] & np.isfinite(sample.table["rollout_logprobs"])
+                trained_mask = sample.table["loss_mask"] & np.isfinite(
+                    sample.table["rollout_logprobs"]
+                )
                 placed[group_index].append(PlacedSample(sample, group_index, episode, trained_mask))
             episode += 1
     return placed
@@ -128,12 +149,15 @@ def _add_learner_columns(minibatch: Sequence[PlacedSample], config: Config) -> l
     """Return the samples of a minibatch with the columns that depend on all of it."""
     if not minibatch:
         return []
-    samples, masks = [placed.sample for placed in minibatch], [placed.trained_mask for placed in minibatch]
-    # Ranks sum figures into arrays with a row for each episode: its number in the minibatch, without gaps.
+    samples = [placed.sample for placed in minibatch]
+    masks = [placed.trained_mask for placed in minibatch]
+    # Ranks sum figures into arrays with a row for each episode: its number in the
+    # minibatch, without gaps.
     episodes = np.unique([placed.episode for placed in minibatch], return_inverse=True)[1].tolist()
     probed = mark_probed_samples(samples, masks, episodes, config)
     # One array for all samples takes half the time of one for each.
-    lengths, is_trained = [len(mask) for mask in masks], np.concatenate(masks)
+    lengths = [len(mask) for mask in masks]
+    is_trained = np.concatenate(masks)
     columns = {
         "loss_weights": compute_loss_weights(
             masks,
@@ -143,13 +167,17 @@ def _add_learner_columns(minibatch: Sequence[PlacedSample], config: Config) -> l
             norm_length=config.episode.max_new_tokens,
         ),
         "episode": split_by_length(np.repeat(np.asarray(episodes, np.int32), lengths), lengths),
-        "place": split_by_length(np.where(is_trained, np.cumsum(is_trained) - 1, -1).astype(np.int32), lengths),
+        "place": split_by_length(
+            np.where(is_trained, np.cumsum(is_trained) - 1, -1).astype(np.int32), lengths
+        ),
     }
     if any(probed):
         columns["probed"] = split_by_length(np.repeat(probed, lengths), lengths)
     return [
         Sample(
-            sample.sample_id, sample.table.with_columns(**dict(zip(columns, values, strict=True))), sample.temperature
+            sample.sample_id,
+            sample.table.with_columns(**dict(zip(columns, values, strict=True))),
+            sample.temperature,
         )
         for sample, *values in zip(samples, *columns.values(), strict=True)
     ]
@@ -158,8 +186,8 @@ def _add_learner_columns(minibatch: Sequence[PlacedSample], config: Config) -> l
 def partition_groups(tokens: Sequence[int], parts: int) -> list[list[int]]:
     """Divide groups into `parts` parts with about the same number of trained tokens; deterministic.
 
-    Returns the indices of the groups of each part, in order. The longest come first, each to the part that has the
-    least so far. Parts that would be empty are left out.
+    Returns the indices of the groups of each part, in order. The longest come first, each to the
+    part that has the least so far. Parts that would be empty are left out.
     """
     held, members = [0] * parts, [[] for _ in range(parts)]  # type: ignore[var-annotated]
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):

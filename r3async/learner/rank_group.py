@@ -14,7 +14,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This process among the ranks that train together: `rank` of `world_size`, all in the default process group.
+    """This process among the ranks that train together: `rank` of `world_size`, all in the
+    default process group.
 
     Figures are reduced on `device`.
     """
@@ -25,7 +26,8 @@ class RankGroup:
 
     @property
     def is_batch_reporter(self) -> bool:
-        """True if this rank counts the micro-batches, among the ranks that are given the same ones."""
+        """True if this rank counts the micro-batches, among the ranks that are
+        given the same ones."""
         return True
 
     @property
@@ -34,7 +36,8 @@ class RankGroup:
         return True
 
     def all_reduce(self, values: np.ndarray, op: Literal["sum", "max"]) -> np.ndarray:
-        """Reduce `values`, float64 `[n]`, over all ranks, and return the result on every rank. Collective."""
+        """Reduce `values`, float64 `[n]`, over all ranks, and return the result on every
+        rank. Collective."""
         if self.world_size == 1:
             return values
         # A copy: gloo reduces in place.

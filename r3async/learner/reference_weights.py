@@ -13,7 +13,8 @@ from r3async.learner.row_shares import to_local
 
 
 class ReferenceWeights:
-    """A copy, in host memory, of this rank's weights as they are now: the frozen reference model of the policy."""
+    """A copy, in host memory, of this rank's weights as they are now: the frozen reference
+    model of the policy."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Parameter]):
@@ -25,7 +26,8 @@ class ReferenceWeights:
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
-        """Give the model the reference weights inside this block, and its own again afterwards, bit by bit."""
+        """Give the model the reference weights inside this block, and its own again
+        afterwards, bit by bit."""
         own = self._copy_weights()
         self._load_weights(self._copies)
         try:

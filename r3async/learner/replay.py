@@ -1,13 +1,15 @@
-"""Rollout routing replay: a model's routers use the recorded experts (R3, arXiv 2510.11370). Shared by all backends.
+"""Rollout routing replay: a model's routers use the recorded experts (R3, arXiv 2510.11370). Shared
+by all backends.
 
-Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at the replayed ids, so
-the router still receives gradient. A backend's router calls `MicroBatchRoutes.choose_experts` to know which experts to
-use, and nothing else.
+Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at
+the replayed ids, so the router still receives gradient. A backend's router calls
+`MicroBatchRoutes.choose_experts` to know which experts to use, and nothing else.
 
-The micro-batch that a router serves is known at every moment, in any order of forward and backward passes:
-`bind_routes` makes a micro-batch current for its forward pass, and a hook on the output of that pass makes it current
-again as soon as its backward pass, which may recompute layers, begins. Nothing is queued, so nothing can run out of
-step; routes used after the block has ended raise an error.
+The micro-batch that a router serves is known at every moment, in any order of forward and
+backward passes: `bind_routes` makes a micro-batch current for its forward pass, and a hook on the
+output of that pass makes it current again as soon as its backward pass, which may recompute
+layers, begins. Nothing is queued, so nothing can run out of step; routes used after the block has
+ended raise an error.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from r3async.learner.results import RouteTrace
 
 
 class RoutingCounts:
-    """The counts of this rank's routers since the last `RoutingReplay.pop_counts`, by local router, on the device.
+    """The counts of this rank's routers since the last `RoutingReplay.pop_counts`, by local
+    router, on the device.
 
     Padding counts in none of them, and a recomputed forward pass counts once.
 
@@ -47,14 +50,21 @@ class RoutingCounts:
         self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
 
 
-def count_recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int) -> np.ndarray:
-    """Return the number of tokens that the recorded routes send to each expert, float64 `[layers, experts]`."""
+def count_recorded_load(
+    micro_batches: Sequence[MicroBatch], layers: int, experts: int
+) -> np.ndarray:
+    """Return the number of tokens that the recorded routes send to each expert, float64
+    `[layers, experts]`."""
     load = np.zeros((layers, experts))
     for m in micro_batches:
         if "routed_experts" in m.table:
             (recorded,) = np.nonzero(m.table["routing_recorded"])
             rows = m.table["routed_experts"][recorded]
-            times = None if m.row_multiplicity is None else np.repeat(m.row_multiplicity[recorded], rows.shape[2])
+            times = (
+                None
+                if m.row_multiplicity is None
+                else np.repeat(m.row_multiplicity[recorded], rows.shape[2])
+            )
             for layer in range(layers):
                 load[layer] += np.bincount(rows[:, layer].reshape(-1), times, minlength=experts)
     return load
@@ -78,7 +88,8 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class RowExchange(NamedTuple):
-    """The rows that this rank sends to each rank, and receives from it; these by expert too, int64 `[ranks, experts]`."""
+    """The rows that this rank sends to each rank, and receives from it; these by expert too, int64
+    `[ranks, experts]`."""
 
     sent: list[int]
     received: list[int]
@@ -86,21 +97,26 @@ class RowExchange(NamedTuple):
 
 
 class MicroBatchRoutes:
-    """The routes of one micro-batch for this rank's routers and tokens, created by `RoutingReplay.bind_routes`.
+    """The routes of one micro-batch for this rank's routers and tokens, created by
+    `RoutingReplay.bind_routes`.
 
     Attributes:
         num_tokens: Number of tokens of the whole micro-batch, over all ranks.
-        preferred_experts: `[n, K]` per local router: the experts that it would have chosen; only if `keeps_choices` is
-            set.
-        used_experts: `[n, K]` per local router: the experts that it used; only if `keeps_choices` is set.
+        preferred_experts: `[n, K]` per local router: the experts that it would have chosen; only if
+            `keeps_choices` is set.
+        used_experts: `[n, K]` per local router: the experts that it used; only if
+            `keeps_choices` is set.
     """
 
     def __init__(self, replay: RoutingReplay, micro_batch: MicroBatch, *, keeps_choices: bool):
-        self._replay, self._micro_batch = replay, micro_batch
+        self._replay = replay
+        self._micro_batch = micro_batch
         self.num_tokens = micro_batch.num_tokens
         part = replay.slice_tokens(micro_batch.num_tokens)
         self.num_local_tokens = part.stop - part.start
-        self._num_real_rows = min(max(micro_batch.num_real_tokens - part.start, 0), self.num_local_tokens)
+        self._num_real_rows = min(
+            max(micro_batch.num_real_tokens - part.start, 0), self.num_local_tokens
+        )
         self._sorted_experts: Tensor | None = None
         self._is_recorded: Tensor | None = None
         self._row_multiplicity: Tensor | None = None
@@ -111,9 +127,11 @@ class MicroBatchRoutes:
         self.preferred_experts: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
         self.used_experts: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
         self._chosen_before: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
-        """What each router replayed in the forward pass, in a narrow dtype, if that pass will be recomputed."""
+        """What each router replayed in the forward pass, in a narrow dtype, if that pass
+        will be recomputed."""
         self.exchanges: dict[int, RowExchange] = {}
-        """What each router's dispatcher exchanges with other ranks. A recomputed pass does the same."""
+        """What each router's dispatcher exchanges with other ranks. A recomputed
+        pass does the same."""
         self.is_recomputing = self.is_closed = False
         table = micro_batch.table
         if replay.moe_layer_indices and "routed_experts" in table and "routing_recorded" in table:
@@ -123,16 +141,26 @@ class MicroBatchRoutes:
         replay = self._replay
         if rows.shape[1:] != (replay.num_moe_layers, replay.top_k):
             raise RoutingError(
-                f"routed experts have shape {rows.shape}, expected [n, {replay.num_moe_layers}, {replay.top_k}]: "
-                "these routes were recorded with another model"
+                f"routed experts have shape {rows.shape}, expected [n, {replay.num_moe_layers}, "
+                f"{replay.top_k}]: these routes were recorded with another model"
             )
         if not recorded[part].any():
             return
-        # Only this rank's tokens and layers go to the device, in the narrowest dtype in which torch has all operations,
-        # and sorted: the order of a record has no meaning, so no bit of what is replayed may depend on it.
-        narrow = np.uint8 if rows.dtype == np.uint8 else np.int16 if replay.num_experts <= 2**15 else np.int32
-        local = np.empty((len(replay.moe_layer_indices), part.stop - part.start, replay.top_k), narrow)
-        here, valid = recorded[part], True
+        # Only this rank's tokens and layers go to the device, in the narrowest dtype in which torch
+        # has all operations, and sorted: the order of a record has no meaning, so no bit of what is
+        # replayed may depend on it.
+        narrow = (
+            np.uint8
+            if rows.dtype == np.uint8
+            else np.int16
+            if replay.num_experts <= 2**15
+            else np.int32
+        )
+        local = np.empty(
+            (len(replay.moe_layer_indices), part.stop - part.start, replay.top_k), narrow
+        )
+        here = recorded[part]
+        valid = True
         for column, layer in zip(local, replay.moe_layer_indices, strict=True):
             for some, ids in iter_sorted_columns(rows[part, layer]):
                 bad = ids[-1] >= replay.num_experts
@@ -145,7 +173,10 @@ class MicroBatchRoutes:
         if not valid:
             # Slow, but its error names the row.
             validate_routes(
-                rows[recorded], layers=replay.num_moe_layers, top_k=replay.top_k, num_experts=replay.num_experts
+                rows[recorded],
+                layers=replay.num_moe_layers,
+                top_k=replay.top_k,
+                num_experts=replay.num_experts,
             )
         self._sorted_experts = upload_array(local, replay.device)
         self._is_recorded = upload_array(here.copy(), replay.device)
@@ -160,23 +191,26 @@ class MicroBatchRoutes:
     def choose_experts(self, router: int, preferred: Tensor) -> Tensor:
         """Return the expert ids `[n, K]` that local router `router` has to use.
 
-        `preferred` int64 `[n, K]` is the router's own top-k. A row whose recorded set is the router's own set comes
-        back in the router's own order, so that replaying what the model would do anyway changes no bit. A row that is
-        not recorded is the router's own. A recomputed pass replays what the forward pass did. Raises `RoutingError` if the
-        number of tokens is not the micro-batch's, or if the block of `bind_routes` has ended.
+        `preferred` int64 `[n, K]` is the router's own top-k. A row whose recorded set is the
+        router's own set comes back in the router's own order, so that replaying what the model
+        would do anyway changes no bit. A row that is not recorded is the router's own. A recomputed
+        pass replays what the forward pass did. Raises `RoutingError` if the number of tokens is not
+        the micro-batch's, or if the block of `bind_routes` has ended.
         """
         replay = self._replay
         if self.is_closed:
             raise RoutingError("a router ran for a micro-batch whose routes have been released")
         if preferred.shape != (self.num_local_tokens, replay.top_k):
             raise RoutingError(
-                f"MoE layer {replay.moe_layer_indices[router]}: routes of {self.num_local_tokens} tokens with {replay.top_k} "
-                f"experts each are bound, but the router chose {tuple(preferred.shape)}"
+                f"MoE layer {replay.moe_layer_indices[router]}: routes of {self.num_local_tokens} "
+                f"tokens with {replay.top_k} experts each are bound, but the router chose "
+                f"{tuple(preferred.shape)}"
             )
         before = self._chosen_before[router]
         if self.is_recomputing and before is not None:
             return before.to(preferred.dtype)
-        used, count = preferred, not self.is_recomputing
+        used = preferred
+        count = not self.is_recomputing
         if self._sorted_experts is not None:
             assert self._is_recorded is not None
             rows = self._sorted_experts[router].to(preferred.dtype)
@@ -186,27 +220,38 @@ class MicroBatchRoutes:
                 used = torch.where(keep[:, None], preferred, rows)
             if count:
                 recorded = self._is_recorded[: self._num_real_rows]
-                replay.counts.agreeing_tokens[router] += self._weight_rows(same[: self._num_real_rows] & recorded).sum()
+                replay.counts.agreeing_tokens[router] += self._weight_rows(
+                    same[: self._num_real_rows] & recorded
+                ).sum()
                 replay.counts.compared_tokens[router] += self._weight_rows(recorded).sum()
         if count:
             chosen = used[: self._num_real_rows]
             ones = self._weight_rows(torch.ones_like(chosen))
             replay.counts.expert_load[router].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
             if self.keeps_choices:
-                self.preferred_experts[router], self.used_experts[router] = preferred, used
+                self.preferred_experts[router] = preferred
+                self.used_experts[router] = used
             if replay.is_recomputed and self.has_replayed_routes:
-                self._chosen_before[router] = used.to(torch.int16 if replay.num_experts <= 2**15 else torch.int32)
+                self._chosen_before[router] = used.to(
+                    torch.int16 if replay.num_experts <= 2**15 else torch.int32
+                )
         return used
 
-    def add_aux_loss(self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `scores` `[n, experts]` with the load-balance term of local router `router` attached, if there is one.
+    def add_aux_loss(
+        self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return `scores` `[n, experts]` with the load-balance term of local router `router`
+        attached, if there is one.
 
-        `probabilities(scores)` returns the router's probability of each expert, rows that add up to 1.
+        `probabilities(scores)` returns the router's probability of each expert, rows
+        that add up to 1.
         """
         weights = self._replay.aux_loss_weights
         if weights is None:
             return scores
-        loss = self._weight_rows(probabilities(scores[: self._num_real_rows]).float() @ weights[router]).sum()
+        loss = self._weight_rows(
+            probabilities(scores[: self._num_real_rows]).float() @ weights[router]
+        ).sum()
         if not self.is_recomputing:
             self._replay.counts.aux_loss += loss.detach()
         return _AttachLoss.apply(scores, loss)
@@ -214,22 +259,28 @@ class MicroBatchRoutes:
     def _weight_rows(self, of_rows: Tensor) -> Tensor:
         """Multiply `of_rows` `[n, ...]` by the number of samples that each row belongs to."""
         times = self._row_multiplicity
-        return of_rows if times is None else of_rows * times.view(-1, *(1 for _ in of_rows.shape[1:]))
+        return (
+            of_rows if times is None else of_rows * times.view(-1, *(1 for _ in of_rows.shape[1:]))
+        )
 
     def track_backward(self, output: Tensor) -> Tensor:
-        """Make these routes current when the backward pass of `output`, this rank's result of the pass, begins."""
+        """Make these routes current when the backward pass of `output`, this rank's result of
+        the pass, begins."""
         if output.requires_grad:
             output.register_hook(self._on_backward_start)
         return output
 
     def _on_backward_start(self, _: Tensor) -> None:
         if self.is_closed:
-            raise RoutingError("the backward pass of a micro-batch began after its routes were released")
+            raise RoutingError(
+                "the backward pass of a micro-batch began after its routes were released"
+            )
         self.is_recomputing = True
         self._replay.current_routes = self
 
     def build_trace(self) -> RouteTrace:
-        """Return the choices of the routers, padding left out. Only with `keeps_choices`, after the forward pass."""
+        """Return the choices of the routers, padding left out. Only with `keeps_choices`, after
+        the forward pass."""
         chosen = (
             torch.stack([t for t in kept if t is not None], dim=1)
             for kept in (self.preferred_experts, self.used_experts)
@@ -240,13 +291,17 @@ class MicroBatchRoutes:
         first = self._replay.slice_tokens(self.num_tokens).start
         prefixes = self._micro_batch.prefixes
         shared = None if prefixes is None else prefixes[: len(samples)]
-        return RouteTrace(samples, cu_seqlens, first, self._replay.moe_layer_indices, own, used, prefixes=shared)
+        return RouteTrace(
+            samples, cu_seqlens, first, self._replay.moe_layer_indices, own, used, prefixes=shared
+        )
 
     def close(self) -> None:
         """Release everything; later use raises."""
         self.is_closed = True
         self._sorted_experts = self._is_recorded = None
-        self.preferred_experts, self.used_experts, self._chosen_before = [], [], []
+        self.preferred_experts = []
+        self.used_experts = []
+        self._chosen_before = []
 
 
 class RoutingReplay:
@@ -254,10 +309,11 @@ class RoutingReplay:
 
     Attributes:
         num_moe_layers: Number of MoE layers of the whole model.
-        moe_layer_indices: The MoE layer of each of this rank's routers (0-based: its column in a record).
+        moe_layer_indices: The MoE layer of each of this rank's routers (0-based: its
+            column in a record).
         is_enabled: Use the records; otherwise only compare with them.
-        token_shard: (index, count) of the equal contiguous parts into which the tokens are split among
-            sequence-parallel ranks.
+        token_shard: (index, count) of the equal contiguous parts into which the tokens are split
+            among sequence-parallel ranks.
         is_recomputed: The backward pass recomputes routers (`learner.recompute`).
     """
 
@@ -273,22 +329,39 @@ class RoutingReplay:
         token_shard: tuple[int, int] = (0, 1),
         is_recomputed: bool = False,
     ):
-        self.num_moe_layers, self.moe_layer_indices = num_moe_layers, list(moe_layer_indices)
-        self.top_k, self.num_experts = top_k, num_experts
-        self.is_enabled, self.device, self.token_shard = is_enabled, device, token_shard
+        self.num_moe_layers = num_moe_layers
+        self.moe_layer_indices = list(moe_layer_indices)
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.is_enabled = is_enabled
+        self.device = device
+        self.token_shard = token_shard
         self.is_recomputed = is_recomputed
         self.current_routes: MicroBatchRoutes | None = None
         self._open_routes: list[MicroBatchRoutes] = []
         self.aux_loss_weights: Tensor | None = None
-        """float32 `[R, experts]`: what a unit of each expert's probability adds to the loss; None without that term."""
+        """float32 `[R, experts]`: what a unit of each expert's probability adds to the loss; None
+        without that term."""
         self.counts = RoutingCounts(len(self.moe_layer_indices), num_experts, device)
 
     @staticmethod
     def for_full_model(
-        shape: RoutingShape | None, *, enabled: bool, device: torch.device, is_recomputed: bool = False
+        shape: RoutingShape | None,
+        *,
+        enabled: bool,
+        device: torch.device,
+        is_recomputed: bool = False,
     ) -> RoutingReplay:
-        """Return the replay state of a rank that has every router of a model; `shape` None: it has no experts."""
-        layers, top_k, experts = (shape.layers, shape.top_k, shape.num_experts) if shape else (0, 1, 1)
+        """Return the replay state of a rank that has every router of a model; `shape` None:
+        it has no experts."""
+        if shape:
+            layers = shape.layers
+            top_k = shape.top_k
+            experts = shape.num_experts
+        else:
+            layers = 0
+            top_k = 1
+            experts = 1
         return RoutingReplay(
             num_moe_layers=layers,
             moe_layer_indices=range(layers),
@@ -300,10 +373,13 @@ class RoutingReplay:
         )
 
     def slice_tokens(self, tokens: int) -> slice:
-        """Return this rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot be split evenly."""
+        """Return this rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot
+        be split evenly."""
         index, count = self.token_shard
         if tokens % count:
-            raise RoutingError(f"{tokens} tokens cannot be split evenly among {count} sequence-parallel ranks")
+            raise RoutingError(
+                f"{tokens} tokens cannot be split evenly among {count} sequence-parallel ranks"
+            )
         return slice(index * tokens // count, (index + 1) * tokens // count)
 
     def pop_counts(self) -> RoutingCounts:
@@ -319,18 +395,23 @@ class RoutingReplay:
         `weights` float64 `[layers, experts]` are those of the whole model.
         """
         if weights is not None and self.moe_layer_indices:
-            self.aux_loss_weights = upload_array(weights[self.moe_layer_indices].astype(np.float32), self.device)
+            self.aux_loss_weights = upload_array(
+                weights[self.moe_layer_indices].astype(np.float32), self.device
+            )
         try:
             yield
         finally:
             self.aux_loss_weights = None
 
     @contextmanager
-    def bind_routes(self, micro_batch: MicroBatch, *, keep: bool = False) -> Iterator[MicroBatchRoutes]:
-        """Bind one micro-batch's routes for its forward and backward, and leave nothing behind, whatever happens.
+    def bind_routes(
+        self, micro_batch: MicroBatch, *, keep: bool = False
+    ) -> Iterator[MicroBatchRoutes]:
+        """Bind one micro-batch's routes for its forward and backward, and leave nothing behind,
+        whatever happens.
 
-        With `keep`, the choice of each router is kept. Raises `RoutingError` if another micro-batch is bound, for
-        records that do not fit the model, and for an invalid row.
+        With `keep`, the choice of each router is kept. Raises `RoutingError` if another micro-batch
+        is bound, for records that do not fit the model, and for an invalid row.
         """
         with self.bind_pipelined() as bind:
             yield bind(micro_batch, keep)
@@ -339,9 +420,9 @@ class RoutingReplay:
     def bind_pipelined(self) -> Iterator[RouteBinder]:
         """Bind the routes of several micro-batches whose forward and backward passes overlap.
 
-        Like `bind_routes`, for schedules that begin a forward pass before earlier micro-batches have had their
-        backward. Yields a function that binds the next micro-batch to run forward. All are released when the block
-        ends.
+        Like `bind_routes`, for schedules that begin a forward pass before earlier micro-batches
+        have had their backward. Yields a function that binds the next micro-batch to run forward.
+        All are released when the block ends.
         """
         if self._open_routes:
             raise RoutingError("routes of another micro-batch are still bound")
@@ -354,7 +435,8 @@ class RoutingReplay:
             self.current_routes = None
 
     def _bind_micro_batch(self, micro_batch: MicroBatch, keep: bool) -> MicroBatchRoutes:
-        # In every schedule backward passes come in the order of the forward passes: when one begins, earlier ones are done.
+        # In every schedule backward passes come in the order of the forward passes: when one
+        # begins, earlier ones are done.
         if self.current_routes is not None and self.current_routes.is_recomputing:
             last = self._open_routes.index(self.current_routes)
             for routes in self._open_routes[:last]:
@@ -368,10 +450,12 @@ class RoutingReplay:
         """Raise `RoutingError` if `tokens` are about to run forward and another number is bound."""
         if self.current_routes is not None and self.current_routes.num_tokens != tokens:
             raise RoutingError(
-                f"routes of {self.current_routes.num_tokens} tokens are bound, but {tokens} tokens are fed forward"
+                f"routes of {self.current_routes.num_tokens} tokens are bound, but {tokens} "
+                "tokens are fed forward"
             )
 
 
 RouteBinder = Callable[[MicroBatch, bool], MicroBatchRoutes]
-"""A function that binds the next micro-batch to run forward; its second argument says whether to keep routers' choices.
+"""A function that binds the next micro-batch to run forward; its second argument says whether to
+keep routers' choices.
 """

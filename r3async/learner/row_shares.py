@@ -24,15 +24,16 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's state of its own rows
-# only, and updates these (ZeRO stage 1, arXiv 1910.02054).
+# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's
+# state of its own rows only, and updates these (ZeRO stage 1, arXiv 1910.02054).
 #
-# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay whole, so a share of
-# a tensor of a checkpoint is a box of it, and any other layout can read what such ranks wrote.
+# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay
+# whole, so a share of a tensor of a checkpoint is a box of it, and any other layout can read what
+# such ranks wrote.
 
 SHARE_ALIGNMENT = 16
-"""Alignment of the beginnings of shares, in values: torch's AdamW on CPU rounds values that do not fill a vector
-differently from the others."""
+"""Alignment of the beginnings of shares, in values: torch's AdamW on CPU rounds values that do not
+fill a vector differently from the others."""
 COLLECTIVE_BUCKET_ELEMENTS = 2**26
 """Elements in one collective: for gradients, 256 MiB in float32."""
 SCATTER_ELEMENTS = 2**24
@@ -44,7 +45,8 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def view_rows(tensor: Tensor) -> Tensor:
-    """Return a view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector is its own rows."""
+    """Return a view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector
+    is its own rows."""
     return tensor if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
 
 
@@ -57,13 +59,17 @@ class RowShare(NamedTuple):
     def row_range(self, shape: Sequence[int]) -> slice:
         """Return the rows of this share of a parameter of that shape.
 
-        Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost equal; small parameters are not on every
-        rank.
+        Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost equal; small
+        parameters are not on every rank.
         """
         columns = shape[-1] if len(shape) > 1 else 1
-        count, step = math.prod(shape) // max(columns, 1), SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
+        count = math.prod(shape) // max(columns, 1)
+        step = SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
         blocks = -(-count // step)
-        start, stop = (min(count, rank * blocks // self.num_ranks * step) for rank in (self.rank, self.rank + 1))
+        start, stop = (
+            min(count, rank * blocks // self.num_ranks * step)
+            for rank in (self.rank, self.rank + 1)
+        )
         return slice(start, stop)
 
     def select_rows(self, tensor: Tensor) -> Tensor:
@@ -91,14 +97,16 @@ def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup)
 
 
 def add_summed_share(total: Tensor, gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Add to `total`, the rows of this rank's share, the sum in float32 of all ranks' gradients of these rows.
+    """Add to `total`, the rows of this rank's share, the sum in float32 of all ranks'
+    gradients of these rows.
 
     A bucket of rows at a time, so that a large gradient is not held twice. Collective.
     """
     own = _share_in_group(group)
     parts = [share.select_rows(gradient) for share in own.list_shares()]
     columns = total.shape[1:]
-    longest, step = max(len(part) for part in parts), max(1, SCATTER_ELEMENTS // (len(parts) * math.prod(columns)))
+    longest = max(len(part) for part in parts)
+    step = max(1, SCATTER_ELEMENTS // (len(parts) * math.prod(columns)))
     for begin in range(0, longest, step):
         sent = total.new_zeros(len(parts), min(step, longest - begin), *columns)
         for row, part in zip(sent, parts, strict=True):
@@ -127,8 +135,11 @@ def _share_in_group(group: dist.ProcessGroup) -> RowShare:
     return RowShare(dist.get_rank(group), dist.get_world_size(group))
 
 
-def _flatten_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, local_only: bool = False) -> Tensor:
-    """Return every rank's shares of the tensors, one after the other, or this rank's alone: `[ranks, n]`.
+def _flatten_shares(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, local_only: bool = False
+) -> Tensor:
+    """Return every rank's shares of the tensors, one after the other, or this rank's
+    alone: `[ranks, n]`.
 
     `n` is the size of the largest.
     """
@@ -150,13 +161,15 @@ def _copy_into_share(tensors: Sequence[Tensor], share: RowShare, values: Tensor)
 
 
 def iter_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in order, in buckets of at most `COLLECTIVE_BUCKET_ELEMENTS`, or one larger tensor."""
+    """Yield the tensors in order, in buckets of at most `COLLECTIVE_BUCKET_ELEMENTS`, or
+    one larger tensor."""
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
         if bucket and held + tensor.numel() > COLLECTIVE_BUCKET_ELEMENTS:
             yield bucket
-            bucket, held = [], 0
+            bucket = []
+            held = 0
         bucket.append(tensor)
         held += tensor.numel()
     if bucket:

@@ -1,8 +1,9 @@
 """A learner without a model, for tests and for simulated runs (`learner.backend = "scripted"`).
 
-Its weights are a digest of everything that it trained, in order: two learners have equal weights if, and only if, they
-made the same updates from the same batches. It always agrees with the policy that sampled: its log-probs and routes are
-the recorded ones. There is no forward pass, and nothing is learnt.
+Its weights are a digest of everything that it trained, in order: two learners have equal weights
+if, and only if, they made the same updates from the same batches. It always agrees with the
+policy that sampled: its log-probs and routes are the recorded ones. There is no forward pass, and
+nothing is learnt.
 """
 
 from __future__ import annotations
@@ -34,14 +35,22 @@ from r3async.world import Files
 from r3async.world.files import make_directory, read_file, replace_directory, replace_file
 from r3async.world.real import REAL_WORLD
 
-DIGESTED_COLUMNS = ("token_ids", "loss_mask", "policy_version", "rollout_logprobs", "advantages", "loss_weights")
+DIGESTED_COLUMNS = (
+    "token_ids",
+    "loss_mask",
+    "policy_version",
+    "rollout_logprobs",
+    "advantages",
+    "loss_weights",
+)
 """The columns of trained samples that the weights depend on, where they exist."""
 
 
 class DigestOptimizer(MasterAdamW):
     """An optimizer whose parameter is the digest, 32 bytes as float32 `[32]`.
 
-    A step hashes what was set by `set_batch` onto it: without a gradient, and the same on every machine.
+    A step hashes what was set by `set_batch` onto it: without a gradient, and the same
+    on every machine.
     """
 
     def __init__(self, config: Config):
@@ -75,15 +84,17 @@ class DigestOptimizer(MasterAdamW):
 class ScriptedLearner(LearnerBackend):
     """A learner backend without a model; `learner.parallel` has to be one process.
 
-    Counts, routing figures and causes to skip a step are those of any backend. Figures of the loss are 0, as there is
-    none.
+    Counts, routing figures and causes to skip a step are those of any backend. Figures of the loss
+    are 0, as there is none.
     """
 
     name = "scripted"
     optimizer: DigestOptimizer
     can_skip_untrained = False
 
-    def __init__(self, config: Config, model_path: Path, model_config: Mapping[str, Any], files: Files):
+    def __init__(
+        self, config: Config, model_path: Path, model_config: Mapping[str, Any], files: Files
+    ):
         self._files = files
         routing, _ = read_moe_layers(model_config)
         replay = RoutingReplay.for_full_model(
@@ -100,10 +111,17 @@ class ScriptedLearner(LearnerBackend):
         )
 
     @classmethod
-    def from_pretrained(cls, config: Config, model_path: Path, files: Files = REAL_WORLD.files) -> ScriptedLearner:
+    def from_pretrained(
+        cls, config: Config, model_path: Path, files: Files = REAL_WORLD.files
+    ) -> ScriptedLearner:
         """Read the configuration of the model, but not its weights."""
         source = Path(model_path)
-        return cls(config, source, decode_python_json(read_file(source / "config.json", files=files)), files)
+        return cls(
+            config,
+            source,
+            decode_python_json(read_file(source / "config.json", files=files)),
+            files,
+        )
 
     def run_micro_batches(
         self,
@@ -114,7 +132,8 @@ class ScriptedLearner(LearnerBackend):
         replay: bool = True,
         **_: Any,
     ) -> None:
-        """Set the micro-batches that the next step trains; without `replay`, which only measures, do nothing.
+        """Set the micro-batches that the next step trains; without `replay`, which only
+        measures, do nothing.
 
         Routers choose what is recorded, and nothing for a token without routes.
         """
@@ -122,14 +141,17 @@ class ScriptedLearner(LearnerBackend):
             return
         self.optimizer.set_batch(micro_batches)
         counts = self.replay.counts
-        load = count_recorded_load(micro_batches, self.replay.num_moe_layers, self.replay.num_experts)
+        load = count_recorded_load(
+            micro_batches, self.replay.num_moe_layers, self.replay.num_experts
+        )
         counts.expert_load += torch.from_numpy(load).to(counts.expert_load.dtype)
         recorded = counts.expert_load.sum(dim=1) // self.replay.top_k
         counts.agreeing_tokens += recorded
         counts.compared_tokens += recorded
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], **_: Any) -> list[np.ndarray]:
-        """Return float32 `[N]` for each micro-batch, as recorded; 0 where the record is not finite."""
+        """Return float32 `[N]` for each micro-batch, as recorded; 0 where the
+        record is not finite."""
         found = [m.table["rollout_logprobs"].astype(np.float32) for m in micro_batches]
         return [np.where(np.isfinite(values), values, np.float32(0)) for values in found]
 
@@ -153,11 +175,18 @@ class ScriptedLearner(LearnerBackend):
 
     def save_pretrained(self, directory: Path) -> None:
         """Write a model directory that no engine but the scripted one can load."""
-        aside, files = directory.with_name(f".{directory.name}.new"), self._files
+        aside = directory.with_name(f".{directory.name}.new")
+        files = self._files
         files.remove_tree(aside)
         make_directory(aside, files=files)
         for name in files.list_names(self.model_path):
             if Path(name).suffix in (".json", ".jinja"):
-                replace_file(aside / name, read_file(self.model_path / name, files=files), files=files)
-        replace_file(aside / "model.safetensors", serialize(self.export_weights(), {"format": "pt"}), files=files)
+                replace_file(
+                    aside / name, read_file(self.model_path / name, files=files), files=files
+                )
+        replace_file(
+            aside / "model.safetensors",
+            serialize(self.export_weights(), {"format": "pt"}),
+            files=files,
+        )
         replace_directory(aside, directory, files=files)

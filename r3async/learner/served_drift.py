@@ -38,7 +38,7 @@ MAX_PROBED_SHARE = 1 / 4
 """Largest share of a step's tokens that are probed for `rollout_kl.probe_tokens`."""
 
 
-# -- choice of episodes: on the host, from the step's groups alone ------------------------------------------------------
+# -- choice of episodes: on the host, from the step's groups alone ---------------------------------
 
 
 def needs_probes(config: Config) -> bool:
@@ -47,29 +47,38 @@ def needs_probes(config: Config) -> bool:
     It has to where replay makes it differ from the replayed drift, or if a limit is set.
     """
     region = config.algorithm.rollout_kl
-    return region.probe_share > 0 and (config.routing.replay != "off" or region.update_limit is not None)
+    return region.probe_share > 0 and (
+        config.routing.replay != "off" or region.update_limit is not None
+    )
 
 
 def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
-    """Return the indices of the episodes to probe, from their `names` and their `tokens` to compute.
+    """Return the indices of the episodes to probe, from their `names` and their
+    `tokens` to compute.
 
-    The choice is the same for the same names. In the order of a checksum of their names, as many episodes are probed as
-    have no more than `rollout_kl.probe_share` of all tokens, or than the smaller of `probe_tokens` and a quarter of
-    all, if that is more. If the first has more, it is probed in every step if a bound needs it; otherwise in such a
-    fraction of all steps that the share is kept on average.
+    The choice is the same for the same names. In the order of a checksum of their names, as many
+    episodes are probed as have no more than `rollout_kl.probe_share` of all tokens, or than the
+    smaller of `probe_tokens` and a quarter of all, if that is more. If the first has more, it is
+    probed in every step if a bound needs it; otherwise in such a fraction of all steps that the
+    share is kept on average.
     """
     region = config.algorithm.rollout_kl
     if not needs_probes(config):
         return []
     keys = [zlib.crc32(name.encode()) for name in names]
     order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
-    budget = max(region.probe_share * sum(tokens), min(region.probe_tokens, MAX_PROBED_SHARE * sum(tokens)))
+    budget = max(
+        region.probe_share * sum(tokens), min(region.probe_tokens, MAX_PROBED_SHARE * sum(tokens))
+    )
     ends = np.cumsum([tokens[i] for i in order])
     within = int(np.searchsorted(ends, budget, side="right"))
     if not within and order:
         first = order[0]
-        # A fair draw needs another digest than the order's: a CRC of the name with a prefix differs by a constant only.
-        draw = int.from_bytes(hashlib.blake2b(names[first].encode(), digest_size=4).digest()) / 2**32
+        # A fair draw needs another digest than the order's: a CRC of the name with a prefix differs
+        # by a constant only.
+        draw = (
+            int.from_bytes(hashlib.blake2b(names[first].encode(), digest_size=4).digest()) / 2**32
+        )
         within = int(region.needs_served_drift or draw < budget / max(tokens[first], 1))
     return sorted(order[:within])
 
@@ -82,7 +91,9 @@ def is_measurement_due(config: Config, version: int) -> bool:
     return version % config.algorithm.rollout_kl.measurement_interval == 0
 
 
-def drop_probe_column(micro_batches: Sequence[MicroBatch], config: Config, version: int) -> list[MicroBatch]:
+def drop_probe_column(
+    micro_batches: Sequence[MicroBatch], config: Config, version: int
+) -> list[MicroBatch]:
     """Remove the column `probed` in a step that neither measures served drift nor predicts it."""
     if is_measurement_due(config, version) or config.algorithm.rollout_kl.update_limit is not None:
         return list(micro_batches)
@@ -90,11 +101,15 @@ def drop_probe_column(micro_batches: Sequence[MicroBatch], config: Config, versi
 
 
 def mark_probed_samples(
-    samples: Sequence[Sample], trained: Sequence[np.ndarray], episodes: Sequence[int], config: Config
+    samples: Sequence[Sample],
+    trained: Sequence[np.ndarray],
+    episodes: Sequence[int],
+    config: Config,
 ) -> list[bool]:
     """Return, for each sample of a minibatch, True if its episode is probed.
 
-    `choose_probes` chooses among the episodes that have trained tokens, by the name of their first sample.
+    `choose_probes` chooses among the episodes that have trained tokens, by the name of
+    their first sample.
 
     Args:
         trained: bool `[T_i]`: the trained tokens of each sample.
@@ -112,14 +127,15 @@ def mark_probed_samples(
     return [episode in chosen for episode in episodes]
 
 
-# -- on every rank -------------------------------------------------------------------------------------------------------
+# -- on every rank ---------------------------------------------------------------------------------
 
 
 class ProbeBatches(NamedTuple):
-    """The probed episodes of a minibatch on this rank, in separate micro-batches, as many on every rank.
+    """The probed episodes of a minibatch on this rank, in separate micro-batches, as
+    many on every rank.
 
-    `trained_rows` are the rows of trained tokens in each, int64 `[M]`. Either all ranks have micro-batches, or none
-    has.
+    `trained_rows` are the rows of trained tokens in each, int64 `[M]`. Either all ranks have
+    micro-batches, or none has.
     """
 
     micro_batches: list[MicroBatch]
@@ -129,11 +145,14 @@ class ProbeBatches(NamedTuple):
 def build_probes(
     backend: LearnerBackend, minibatch: Minibatch, all_micro_batches: Sequence[MicroBatch]
 ) -> ProbeBatches:
-    """Build the probes from all of this rank's micro-batches, before any was left out. Collective."""
+    """Build the probes from all of this rank's micro-batches, before any was left
+    out. Collective."""
     if not all_micro_batches or "probed" not in all_micro_batches[0].table:
         return ProbeBatches([], [])
     samples = [sample for m in all_micro_batches for sample in _extract_probed_samples(m)]
-    made = pack_samples(samples, backend.config.learner.max_tokens_per_micro_batch) if samples else []
+    made = (
+        pack_samples(samples, backend.config.learner.max_tokens_per_micro_batch) if samples else []
+    )
     count = int(backend.ranks.all_reduce(np.asarray([len(made)], np.float64), "max")[0])
     made += [make_padding_batch(_without_routes(all_micro_batches[0]))] * (count - len(made))
     made = backend.pad_for_parallel(made)
@@ -146,7 +165,9 @@ def _find_measured_rows(micro_batch: MicroBatch) -> np.ndarray:
 
 
 def _without_routes(micro_batch: MicroBatch) -> MicroBatch:
-    return replace(micro_batch, table=micro_batch.table.without_columns("routed_experts", "routing_recorded"))
+    return replace(
+        micro_batch, table=micro_batch.table.without_columns("routed_experts", "routing_recorded")
+    )
 
 
 def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
@@ -156,34 +177,49 @@ def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
     """
     bare = _without_routes(micro_batch)
     rows, edges = micro_batch.expanded_samples
-    probed, out = bare.table["probed"], []
+    probed = bare.table["probed"]
+    out = []
     for index, name in enumerate(micro_batch.sample_ids):
-        start, stop = int(micro_batch.cu_seqlens[index]), int(micro_batch.cu_seqlens[index + 1])
+        start = int(micro_batch.cu_seqlens[index])
+        stop = int(micro_batch.cu_seqlens[index + 1])
         if not probed[start:stop].any():
             continue
         taken = rows[edges[index] : edges[index + 1]]
         parts = np.split(taken, np.flatnonzero(np.diff(taken) != 1) + 1)
-        table = TokenTable.concat([bare.table.slice_rows(int(part[0]), int(part[-1]) + 1) for part in parts])
+        table = TokenTable.concat(
+            [bare.table.slice_rows(int(part[0]), int(part[-1]) + 1) for part in parts]
+        )
         mask = np.array(table["loss_mask"])
         mask[: len(mask) - (stop - start)] = False
-        out.append(Sample(name, table.with_columns(loss_mask=mask), float(micro_batch.temperatures[index])))
+        out.append(
+            Sample(name, table.with_columns(loss_mask=mask), float(micro_batch.temperatures[index]))
+        )
     return out
 
 
-def sum_served_drift(backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches) -> np.ndarray:
-    """Return `sum_drift`, float64 `[drift_bin_count, 2]`, of this rank's probed tokens with the routers' own choice.
+def sum_served_drift(
+    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches
+) -> np.ndarray:
+    """Return `sum_drift`, float64 `[drift_bin_count, 2]`, of this rank's probed tokens with the
+    routers' own choice.
 
-    It uses the weights as they are. It is 0 where another rank has them. Collective. With FSDP, gradients in progress
-    are lost: there must be none.
+    It uses the weights as they are. It is 0 where another rank has them. Collective. With FSDP,
+    gradients in progress are lost: there must be none.
     """
     found: list[Tensor] = [torch.zeros(minibatch.drift_bin_count, 2, dtype=torch.float64)]
 
     def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
-        found.append(minibatch.measure_drift(probes.micro_batches[index], probes.trained_rows[index], logprobs).cpu())
+        found.append(
+            minibatch.measure_drift(
+                probes.micro_batches[index], probes.trained_rows[index], logprobs
+            ).cpu()
+        )
 
     try:
         with torch.no_grad():
-            backend.run_micro_batches(probes.micro_batches, probes.trained_rows, finish, replay=False)
+            backend.run_micro_batches(
+                probes.micro_batches, probes.trained_rows, finish, replay=False
+            )
     finally:
         backend.reset_forward_state()
     total = torch.stack(found).sum(dim=0).numpy()

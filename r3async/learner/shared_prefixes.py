@@ -22,8 +22,8 @@ from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.packing_plan import CostModel
 
 KEYS_PER_ROW = 8
-"""Most keys per token of the budget: every sample attends to its own copy of its prefix's keys and values, and all
-copies together take at most this many times the token budget."""
+"""Most keys per token of the budget: every sample attends to its own copy of its prefix's keys and
+values, and all copies together take at most this many times the token budget."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class PrefixOverlap:
     Attributes:
         order: int64 `[S]`: the indices of the samples, sorted by tokens.
         sort_position: int64 `[S]`: the inverse of `order`.
-        shared_rows: int64 `[S + 1]`: the number of its first rows that the sample at each position of that order can
-            give up for those of the sample before it; 0 at both ends.
+        shared_rows: int64 `[S + 1]`: the number of its first rows that the sample at each position
+            of that order can give up for those of the sample before it; 0 at both ends.
         lengths: int64 `[S]`, by index.
     """
 
@@ -44,16 +44,20 @@ class PrefixOverlap:
     lengths: np.ndarray
 
     def sort_members(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return `members` in this order, and how many rows each shares with the one before it: int64 `[M]` each."""
+        """Return `members` in this order, and how many rows each shares with the one before it:
+        int64 `[M]` each."""
         at = np.sort(self.sort_position[np.asarray(members, np.int64)])
         # The minimum over each part after one member up to the next.
         edges = np.append(at[:1], at[:-1] + 1)
-        shared = np.minimum.reduceat(self.shared_rows, np.stack([edges, at + 1], axis=1).ravel())[::2]
+        shared = np.minimum.reduceat(self.shared_rows, np.stack([edges, at + 1], axis=1).ravel())[
+            ::2
+        ]
         shared[:1] = 0
         return self.order[at], shared
 
     def min_shared_rows(self, first: int, last: int) -> int:
-        """Return how many rows, at least, the sample at position `last` can give up for the earlier one at `first`."""
+        """Return how many rows, at least, the sample at position `last` can give up for the
+        earlier one at `first`."""
         return int(self.shared_rows[first + 1 : last + 1].min())
 
 
@@ -67,7 +71,8 @@ def find_prefix_overlap(samples: Sequence[Sample]) -> PrefixOverlap | None:
     order = sorted(range(len(samples)), key=names.__getitem__)
     alike = np.zeros(len(samples) + 1, np.int64)
     for place in range(1, len(order)):
-        before, after = order[place - 1], order[place]
+        before = order[place - 1]
+        after = order[place]
         mask = samples[after].table["loss_mask"]
         most = min(len(tokens[before]), len(mask) - 1)
         first = int(mask[:most].argmax()) if most > 0 else 0
@@ -79,7 +84,9 @@ def find_prefix_overlap(samples: Sequence[Sample]) -> PrefixOverlap | None:
         return None
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return PrefixOverlap(np.asarray(order), rank, alike, np.asarray([len(t) for t in tokens], np.int64))
+    return PrefixOverlap(
+        np.asarray(order), rank, alike, np.asarray([len(t) for t in tokens], np.int64)
+    )
 
 
 def _count_leading_true(same: np.ndarray) -> int:
@@ -89,11 +96,16 @@ def _count_leading_true(same: np.ndarray) -> int:
 
 
 def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
-    """Return how many of the first `rows` rows come before the first one whose recorded routes differ.
+    """Return how many of the first `rows` rows come before the first one whose
+    recorded routes differ.
 
     The order of experts in a record does not matter.
     """
-    if "routed_experts" not in before or "routed_experts" not in after or "routing_recorded" not in after:
+    if (
+        "routed_experts" not in before
+        or "routed_experts" not in after
+        or "routing_recorded" not in after
+    ):
         return rows if "routed_experts" not in before and "routed_experts" not in after else 0
     recorded = before["routing_recorded"][:rows]
     rows = _count_leading_true(recorded == after["routing_recorded"][:rows])
@@ -118,21 +130,27 @@ def _sort_experts(rows: np.ndarray) -> np.ndarray:
     return out.reshape(rows.shape)
 
 
-def merge_by_prefix(units: Sequence[Sequence[int]], likeness: PrefixOverlap, capacity: int) -> list[list[int]]:
-    """Merge units (lists of sample indices, each sample in one) that share prefixes, up to `capacity` tokens together."""
+def merge_by_prefix(
+    units: Sequence[Sequence[int]], likeness: PrefixOverlap, capacity: int
+) -> list[list[int]]:
+    """Merge units (lists of sample indices, each sample in one) that share prefixes, up to
+    `capacity` tokens together."""
     first = [int(likeness.sort_position[np.asarray(unit)].min()) for unit in units]
     joined: list[list[int]] = []
     rows = keys = last = 0
     for at in np.argsort(first, kind="stable").tolist():
-        unit, place = list(units[at]), first[at]
+        unit = list(units[at])
+        place = first[at]
         own, attended = _count_rows_and_keys(unit, likeness)
         shared = likeness.min_shared_rows(last, place) if joined else 0
         if shared and count_budget_tokens(rows + own - shared, keys + attended) <= capacity:
             joined[-1] += unit
-            rows, keys = rows + own - shared, keys + attended
+            rows = rows + own - shared
+            keys = keys + attended
         else:
             joined.append(unit)
-            rows, keys = own, attended
+            rows = own
+            keys = attended
         last = place
     return joined
 
@@ -145,33 +163,42 @@ def count_budget_tokens(rows: int, keys: int) -> int:
 def _count_rows_and_keys(members: Sequence[int], likeness: PrefixOverlap) -> tuple[int, int]:
     """Return the number of rows that are computed, and the number of keys that are attended to."""
     if len(members) == 1:
-        return (length := int(likeness.lengths[members[0]])), length
+        length = int(likeness.lengths[members[0]])
+        return length, length
     keys = int(likeness.lengths[np.asarray(members)].sum())
     return keys - int(likeness.sort_members(members)[1].sum()), keys
 
 
-def compute_size_and_cost(members: Sequence[int], likeness: PrefixOverlap, cost: CostModel) -> tuple[int, float]:
-    """Return the budget tokens and the cost of samples packed together: of rows, and of the keys before each."""
+def compute_size_and_cost(
+    members: Sequence[int], likeness: PrefixOverlap, cost: CostModel
+) -> tuple[int, float]:
+    """Return the budget tokens and the cost of samples packed together: of rows, and of the
+    keys before each."""
     which, shared = likeness.sort_members(members)
     lengths = likeness.lengths[which]
-    rows, keys = int((lengths - shared).sum()), int(lengths.sum())
+    rows = int((lengths - shared).sum())
+    keys = int(lengths.sum())
     pairs = (lengths.astype(np.float64) ** 2 - shared.astype(np.float64) ** 2).sum()
     return count_budget_tokens(rows, keys), cost.linear * rows + cost.quadratic * float(pairs)
 
 
 def expand_prefixes(cu_seqlens: np.ndarray, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the packed rows of whole samples, int64 `[T]`, and the samples' edges in them, int64 `[S + 1]`.
+    """Return the packed rows of whole samples, int64 `[T]`, and the samples' edges in them,
+    int64 `[S + 1]`.
 
-    Sample `s` is the first `prefixes[s, 1]` tokens of the earlier sample `prefixes[s, 0]`, followed by rows
-    `cu_seqlens[s]:cu_seqlens[s + 1]`.
+    Sample `s` is the first `prefixes[s, 1]` tokens of the earlier sample `prefixes[s, 0]`, followed
+    by rows `cu_seqlens[s]:cu_seqlens[s + 1]`.
     """
-    starts, stops = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()
+    starts = cu_seqlens[:-1].tolist()
+    stops = cu_seqlens[1:].tolist()
     edges = np.zeros(len(starts) + 1, np.int64)
     np.cumsum(np.diff(cu_seqlens) + prefixes[:, 1], out=edges[1:])
-    rows, at = np.empty(edges[-1], np.int64), edges.tolist()
+    rows = np.empty(edges[-1], np.int64)
+    at = edges.tolist()
     numbers = np.arange(cu_seqlens[-1], dtype=np.int64)
     for sample, (parent, shared) in enumerate(prefixes.tolist()):
-        begin, own = at[sample], at[sample] + shared
+        begin = at[sample]
+        own = at[sample] + shared
         rows[begin:own] = rows[at[parent] : at[parent] + shared]
         rows[own : at[sample + 1]] = numbers[starts[sample] : stops[sample]]
     return rows, edges

@@ -25,7 +25,8 @@ LOSS_COLUMNS = ("rollout_logprobs", "advantages", "old_logprobs", "reference_log
 
 
 def find_split_episodes(episodes: Sequence[np.ndarray], count: int, ranks: RankGroup) -> np.ndarray:
-    """Return bool `[count]`: the episodes that have trained tokens in more than one micro-batch of all ranks.
+    """Return bool `[count]`: the episodes that have trained tokens in more than one
+    micro-batch of all ranks.
 
     Collective.
 
@@ -40,7 +41,8 @@ def find_split_episodes(episodes: Sequence[np.ndarray], count: int, ranks: RankG
 def gather_token_columns(
     places: Sequence[np.ndarray], columns: Sequence[TokenColumns], count: int, ranks: RankGroup
 ) -> TokenColumns:
-    """Return the columns of all trained tokens of the minibatch, of all ranks, in the order of their places.
+    """Return the columns of all trained tokens of the minibatch, of all ranks, in the order
+    of their places.
 
     Collective.
 
@@ -58,7 +60,8 @@ def gather_token_columns(
     table = ranks.all_reduce(table.reshape(-1), "sum").reshape(table.shape)
     there = table[0] > 0
     return {
-        name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)
+        name: values[there].astype(columns[0][name].dtype)
+        for name, values in zip(names, table[1:], strict=True)
     } | {"place": np.flatnonzero(there)}
 
 
@@ -67,20 +70,22 @@ def select_episode_columns(
 ) -> tuple[TokenColumns, np.ndarray]:
     """Return the columns of all tokens of those episodes, and the positions of `places` in them.
 
-    The columns are in the order of the tokens' places. `places` are int `[M]`, positions int64 `[M]`. `everywhere`
-    comes from `gather_token_columns`.
+    The columns are in the order of the tokens' places. `places` are int `[M]`, positions int64
+    `[M]`. `everywhere` comes from `gather_token_columns`.
     """
     rows = np.flatnonzero(np.isin(everywhere["episode"], episodes))
     columns = {name: values[rows] for name, values in everywhere.items()}
     return columns, np.searchsorted(columns["place"], places)
 
 
-def merge_logprobs(everywhere: np.ndarray, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+def merge_logprobs(
+    everywhere: np.ndarray, rows: Tensor, logprobs: Tensor, entropies: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of all tokens of some episodes, `[A]`.
 
-    Log-probs are `everywhere`, as they were computed before; at `rows` int64 `[M]` they have the gradient of `logprobs`
-    `[M]`. So every micro-batch sees the same values, to the last bit, and decides alike. Entropies are 0 except at
-    `rows`.
+    Log-probs are `everywhere`, as they were computed before; at `rows` int64 `[M]` they have the
+    gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
+    decides alike. Entropies are 0 except at `rows`.
     """
     before = upload_array(everywhere, logprobs.device).to(logprobs.dtype)
     mine = before[rows] + (logprobs - logprobs.detach())

@@ -19,9 +19,10 @@ GROUPED_ROW_BYTES = 16
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply rows by their group's matrix: `x [P, K]`, `weight [E, M, K]` -> `[P, M]`.
 
-    The first `counts[0]` rows of `x` are multiplied by the first matrix, and so on. `counts` int64 `[E]` add up to P.
-    Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch runs the matrices one by one. Rows that
-    are not a multiple of 16 bytes are for small tests only: they read the counts back to the host.
+    The first `counts[0]` rows of `x` are multiplied by the first matrix, and so on. `counts` int64
+    `[E]` add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch
+    runs the matrices one by one. Rows that are not a multiple of 16 bytes are for small tests only:
+    they read the counts back to the host.
     """
     if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -31,11 +32,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def zero_empty_gradients(weight: Tensor, ends: Tensor) -> Tensor:
-    """Return `weight` `[E, ...]`, the matrices of a grouped product, with a gradient that is 0 for groups without a row.
+    """Return `weight` `[E, ...]`, the matrices of a grouped product, with a gradient that is 0 for
+    groups without a row.
 
-    `ends` int32 `[E]` are the ends of the groups' rows. Torch leaves these gradients unwritten on some devices
-    (github.com/pytorch/pytorch, issues 172439 and 193633). What it does on a device nobody can see from the outside, so
-    the mask is there on all of them: it takes a pass over the gradient.
+    `ends` int32 `[E]` are the ends of the groups' rows. Torch leaves these gradients unwritten
+    on some devices (github.com/pytorch/pytorch, issues 172439 and 193633). What it does on a
+    device nobody can see from the outside, so the mask is there on all of them: it takes a pass
+    over the gradient.
     """
     return _ZeroEmptyGradients.apply(weight, ends)
 
@@ -54,10 +57,11 @@ class _ZeroEmptyGradients(torch.autograd.Function):
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """The weighted SwiGLU: `silu(gate) * up * share` of `x [P, 2 W]` and `share` float32 `[P]` -> `[P, W]`.
+    """The weighted SwiGLU: `silu(gate) * up * share` of `x [P, 2 W]` and `share` float32
+    `[P]` -> `[P, W]`.
 
-    The result has the dtype of `x`. In `x`, gate is next to up. Only `x` and `share` are kept for the backward pass:
-    half of what a chain of torch's operations would keep.
+    The result has the dtype of `x`. In `x`, gate is next to up. Only `x` and `share` are kept for
+    the backward pass: half of what a chain of torch's operations would keep.
     """
 
     @staticmethod
@@ -70,7 +74,8 @@ class WeightedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, share = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
-        grad, active = grads[0], F.silu(gate)
+        grad = grads[0]
+        active = F.silu(gate)
         by_share = (active * up).mul_(grad).sum(dim=-1, dtype=share.dtype)
         grad = (grad * share[:, None]).to(x.dtype)
         out = torch.empty_like(x)
@@ -81,10 +86,11 @@ class WeightedSwiGLU(torch.autograd.Function):
 
 
 class ExpertDispatch:
-    """The dispatch of `N` tokens to `K` experts each: sent rows are ordered by expert and then by token.
+    """The dispatch of `N` tokens to `K` experts each: sent rows are ordered by expert
+    and then by token.
 
-    `chosen` bool `[N, E]` has K True values in a row. `token_index` int64 `[N K]` is the token of each sent row,
-    `expert_counts` int64 `[E]` the number of rows sent to each expert.
+    `chosen` bool `[N, E]` has K True values in a row. `token_index` int64 `[N K]` is the token of
+    each sent row, `expert_counts` int64 `[E]` the number of rows sent to each expert.
     """
 
     def __init__(self, chosen: Tensor, top_k: int):
@@ -103,13 +109,19 @@ class ExpertDispatch:
         return gates.reshape(-1).gather(0, self._gate_index)
 
     def combine_outputs(self, y: Tensor) -> Tensor:
-        """Return the sum of each token's expert outputs, in the order of experts: `y [N K, H]` -> `[N, H]`."""
+        """Return the sum of each token's expert outputs, in the order of experts:
+        `y [N K, H]` -> `[N, H]`."""
         return _CombineRows.apply(y, self.token_index, self._token_slots)
 
 
 def _sum_rows(y: Tensor, slots: Tensor) -> Tensor:
-    """Return the sums of the rows of `y` at `slots [N, K]`, in one order at every call; a scatter on CUDA has none."""
-    return F.embedding_bag(slots, y, mode="sum") if slots.numel() else y.new_zeros(len(slots), y.shape[1])
+    """Return the sums of the rows of `y` at `slots [N, K]`, in one order at every call; a scatter
+    on CUDA has none."""
+    return (
+        F.embedding_bag(slots, y, mode="sum")
+        if slots.numel()
+        else y.new_zeros(len(slots), y.shape[1])
+    )
 
 
 class _DispatchRows(torch.autograd.Function):

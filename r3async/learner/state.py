@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3async.checkpoint.manifest import CheckpointError
-from r3async.checkpoint.tensors import LearnerMetadata, LearnerStateReader, RankState, SliceValues, TensorSlice
+from r3async.checkpoint.tensors import (
+    LearnerMetadata,
+    LearnerStateReader,
+    RankState,
+    SliceValues,
+    TensorSlice,
+)
 from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.row_shares import to_local
 from r3async.learner.shard_slice import ShardSlice
@@ -30,8 +36,8 @@ if TYPE_CHECKING:
 def capture_learner_state(backend: LearnerBackend) -> RankState:
     """Return a copy, in host memory, of everything of this rank that later steps depend on.
 
-    This is: float32 weights, Adam's moments and step counts, the trust region's controller, random number generators.
-    Values that several ranks hold are captured by one of them.
+    This is: float32 weights, Adam's moments and step counts, the trust region's controller, random
+    number generators. Values that several ranks hold are captured by one of them.
     """
     pieces = []
     for held, tensors in zip(backend.owned_slices(), backend.optimizer.iter_states(), strict=True):
@@ -39,7 +45,8 @@ def capture_learner_state(backend: LearnerBackend) -> RankState:
             continue
         for kind, tensor in tensors.items():
             if kind == "step":
-                # Among the ranks that divide a tensor, the one that has its beginning writes the step.
+                # Among the ranks that divide a tensor, the one that has its beginning
+                # writes the step.
                 pieces += [
                     SliceValues(_step_place(place), _copy_to_host(tensor))
                     for place in held.places
@@ -48,7 +55,9 @@ def capture_learner_state(backend: LearnerBackend) -> RankState:
                 continue
             for place, part in zip(held.places, held.split(tensor), strict=True):
                 inside = part[tuple(slice(n) for n in place.size)]
-                pieces.append(SliceValues(replace(place, name=f"{kind}/{place.name}"), _copy_to_host(inside)))
+                pieces.append(
+                    SliceValues(replace(place, name=f"{kind}/{place.name}"), _copy_to_host(inside))
+                )
     for bias in backend.expert_biases:
         if bias.is_writer:
             pieces.append(SliceValues(_bias_place(bias), _copy_to_host(bias.tensor)))
@@ -64,7 +73,9 @@ def capture_learner_state(backend: LearnerBackend) -> RankState:
     return RankState(backend.ranks.rank, facts, pieces)
 
 
-def restore_learner_state(backend: LearnerBackend, parts: LearnerStateReader, *, with_optimizer: bool = True) -> None:
+def restore_learner_state(
+    backend: LearnerBackend, parts: LearnerStateReader, *, with_optimizer: bool = True
+) -> None:
     """Restore a learner, see `LearnerBackend.restore_state`.
 
     Raises `CheckpointError` if the state is of another model or backend, or if a tensor is missing.
@@ -72,12 +83,13 @@ def restore_learner_state(backend: LearnerBackend, parts: LearnerStateReader, *,
     facts = parts.metadata
     if facts.backend != backend.name:
         raise CheckpointError(
-            f'it was written by learner.backend = "{facts.backend}", which names tensors in its own way: set that back, or '
-            "`r3async export` the model and start from it"
+            f'it was written by learner.backend = "{facts.backend}", which names tensors in its '
+            "own way: set that back, or `r3async export` the model and start from it"
         )
     if facts.model != _config_digest(backend):
         raise CheckpointError(
-            f"it is of another model: the config.json in {backend.model_path} is not the one it was written with"
+            f"it is of another model: the config.json in {backend.model_path} is not the one it "
+            "was written with"
         )
     backend.optimizer.load_states(
         _read_optimizer_states(backend, parts, with_optimizer), facts.steps if with_optimizer else 0
@@ -101,10 +113,17 @@ def _read_optimizer_states(
 
     def values(kind: str, held: ShardSlice, like: Tensor) -> Tensor:
         pairs = zip(held.places, held.split(like), strict=True)
-        return held.join([_pad_rows(parts.read_slice(replace(p, name=f"{kind}/{p.name}")), part) for p, part in pairs])
+        return held.join(
+            [
+                _pad_rows(parts.read_slice(replace(p, name=f"{kind}/{p.name}")), part)
+                for p, part in pairs
+            ]
+        )
 
     own = zip(backend.owned_slices(), backend.optimizer.iter_states(), strict=True)
-    for held, parameter, (mine, now) in zip(backend.trained_slices(), backend.optimizer.parameters, own, strict=True):
+    for held, parameter, (mine, now) in zip(
+        backend.trained_slices(), backend.optimizer.parameters, own, strict=True
+    ):
         out = {"master": values("master", held, to_local(parameter.detach()))}
         if optimizer and mine.places and f"step/{mine.places[0].name}" in parts:
             out |= {kind: values(kind, mine, now["master"]) for kind in ("exp_avg", "exp_avg_sq")}
@@ -114,7 +133,11 @@ def _read_optimizer_states(
 
 def _pad_rows(values: Tensor, part: Tensor) -> Tensor:
     """Add zeros where a rank has rows that only pad its share: such rows never change."""
-    return F.pad(values, (0, 0, 0, part.shape[0] - values.shape[0])) if values.shape != part.shape else values
+    return (
+        F.pad(values, (0, 0, 0, part.shape[0] - values.shape[0]))
+        if values.shape != part.shape
+        else values
+    )
 
 
 def _config_digest(backend: LearnerBackend) -> str:
@@ -149,6 +172,8 @@ def _restore_rng_states(rank: int, parts: LearnerStateReader) -> None:
         if name in parts:
             numbers = parts.read_slice(TensorSlice.full_tensor(name, now.shape), torch.uint8)
             try:
-                torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(numbers)
+                torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(
+                    numbers
+                )
             except RuntimeError as error:
                 raise CheckpointError(f"{name}: {error}") from error

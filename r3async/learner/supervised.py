@@ -1,7 +1,9 @@
-"""Supervised training steps: cross entropy of the tokens in `loss_mask`, the mean over the whole step.
+"""Supervised training steps: cross entropy of the tokens in `loss_mask`, the mean
+over the whole step.
 
-Model, packing and optimizer are the same as in a step of reinforcement learning (`trainer.py`), but there are no routes
-to replay: routers use their own choice. `r3async sft` and the start model of `model.init` use these steps.
+Model, packing and optimizer are the same as in a step of reinforcement learning (`trainer.py`), but
+there are no routes to replay: routers use their own choice. `r3async sft` and the start model of
+`model.init` use these steps.
 """
 
 from __future__ import annotations
@@ -21,15 +23,22 @@ if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
 
 
-def run_supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+def run_supervised_step(
+    backend: LearnerBackend, micro_batches: Sequence[MicroBatch]
+) -> dict[str, float]:
     """Make one update over this rank's micro-batches, and return its metrics. Collective.
 
-    With a gradient that is not finite, weights and moments stay as they are. If a pass fails, it leaves nothing behind.
+    With a gradient that is not finite, weights and moments stay as they are. If a pass fails, it
+    leaves nothing behind.
     """
     prepared = _prepare_pass(backend, micro_batches)
     if not prepared.num_trained:
         update = backend.optimizer.skip_step("zero_variance")
-        return prepared.build_metrics(math.nan) | {"grad_norm": 0.0, "lr": update.lr, "optimizer/updates": 0.0}
+        return prepared.build_metrics(math.nan) | {
+            "grad_norm": 0.0,
+            "lr": update.lr,
+            "optimizer/updates": 0.0,
+        }
     try:
         loss = prepared.run_pass(backward=True)
         update = backend.optimizer.step()
@@ -46,14 +55,18 @@ def run_supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBa
     }
 
 
-def compute_supervised_loss(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+def compute_supervised_loss(
+    backend: LearnerBackend, micro_batches: Sequence[MicroBatch]
+) -> tuple[float, float]:
     """Return the sum of -log p over the tokens in `loss_mask`, and their number, over all ranks.
 
     A forward-only pass. Collective.
     """
     prepared = _prepare_pass(backend, micro_batches)
     with backend.forward_only():
-        return prepared.run_pass(backward=False) * max(prepared.num_trained, 1.0), prepared.num_trained
+        return prepared.run_pass(backward=False) * max(
+            prepared.num_trained, 1.0
+        ), prepared.num_trained
 
 
 def _prepare_pass(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> _SupervisedPass:
@@ -70,8 +83,8 @@ def _prepare_pass(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) 
 class _SupervisedPass:
     """The micro-batches of one pass, and the trained rows of each.
 
-    Over all ranks there are `num_trained` trained tokens, `num_tokens` tokens, and `num_micro_batches` that are not
-    padding only.
+    Over all ranks there are `num_trained` trained tokens, `num_tokens` tokens, and
+    `num_micro_batches` that are not padding only.
     """
 
     backend: LearnerBackend
@@ -83,7 +96,8 @@ class _SupervisedPass:
 
     def run_pass(self, *, backward: bool) -> float:
         """Run the pass and return the mean of -log p over all trained tokens."""
-        total, weight = 0.0, 1 / max(self.num_trained, 1.0)
+        total = 0.0
+        weight = 1 / max(self.num_trained, 1.0)
 
         def finish(index: int, logprobs: Tensor, _: Tensor) -> Tensor:
             nonlocal total
@@ -91,7 +105,9 @@ class _SupervisedPass:
             total += loss.item()
             return loss
 
-        self.backend.run_micro_batches(self.micro_batches, self.trained_rows, finish, replay=False, backward=backward)
+        self.backend.run_micro_batches(
+            self.micro_batches, self.trained_rows, finish, replay=False, backward=backward
+        )
         ranks = self.backend.ranks
         return float(ranks.all_reduce(np.asarray([total * ranks.is_loss_reporter]), "sum")[0])
 

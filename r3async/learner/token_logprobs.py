@@ -29,18 +29,21 @@ LOGIT_CHUNK_ELEMENTS = 2**25
 
 
 class SupportMask:
-    """The supports of M tokens on a device, for this rank's columns of the logits: ids `first .. first + columns - 1`."""
+    """The supports of M tokens on a device, for this rank's columns of the logits: ids
+    `first .. first + columns - 1`."""
 
     def __init__(self, supports: SupportSets, device: torch.device, first: int, columns: int):
         written = supports.encoded_ids()
         here = (written.ids >= first) & (written.ids < first + columns)
-        self._columns, self._length = columns, len(supports)
+        self._columns = columns
+        self._length = len(supports)
         # A support that lists its tokens excludes all others.
         named_in = supports.recorded_mask & ~supports.complement_mask
         self._excludes_unnamed = upload_array(named_in, device)
         self._rows = upload_array(written.rows[here], device)
         self._ids = upload_array(written.ids[here] - first, device)
-        begin, end = first // 8, -(-(first + columns) // 8)
+        begin = first // 8
+        end = -(-(first + columns) // 8)
         self._bit_offset = first - 8 * begin
         self._bits = []
         for rows, bits in supports.iter_bitmaps():
@@ -72,10 +75,12 @@ def token_logprobs(
     entropy_gradient: bool = False,
     supports: SupportSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's log-prob under `softmax(logits / temperature)`, and its entropy: float32 `[M]`, in nats.
+    """Return each target's log-prob under `softmax(logits / temperature)`, and its entropy:
+    float32 `[M]`, in nats.
 
-    The logits are `hidden @ output_weight.T + bias`. At most `chunk_elements` logits exist at once, but at least those
-    of one token. The gradient of `output_weight` is summed over chunks in float32.
+    The logits are `hidden @ output_weight.T + bias`. At most `chunk_elements` logits exist at
+    once, but at least those of one token. The gradient of `output_weight` is summed over
+    chunks in float32.
 
     Args:
         output_weight: `[V, H]`.
@@ -83,22 +88,26 @@ def token_logprobs(
         targets: int64 `[M]`.
         temperatures: float32 `[M]`.
         first_token_id: This rank has the logits of ids `first_token_id .. first_token_id + V`.
-        group: Ranks that each have the logits of a part of the ids; every rank gets the result. Two collectives per
-            chunk, in the forward pass only.
+        group: Ranks that each have the logits of a part of the ids; every rank gets the result. Two
+            collectives per chunk, in the forward pass only.
         entropy_gradient: Entropies have a gradient only if this is set.
-        supports: The supports of the M tokens. Log-probs and entropies are then those of the distribution over the
-            tokens in it, and nothing else has a gradient. It takes a byte for each logit of a chunk.
+        supports: The supports of the M tokens. Log-probs and entropies are then those of the
+            distribution over the tokens in it, and nothing else has a gradient. It takes a byte for
+            each logit of a chunk.
     """
     columns = len(output_weight)
     rows = max(1, chunk_elements // max(1, columns))
     masks = _build_masks(supports, rows, len(hidden), hidden.device, first_token_id, columns)
     head = _ChunkSettings(first_token_id, group, rows, masks, entropy_gradient)
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, output_weight, bias, targets, temperatures, head)
+    logprobs, entropies = _ChunkedLogprobs.apply(
+        hidden, output_weight, bias, targets, temperatures, head
+    )
     return logprobs, entropies
 
 
 class _ChunkSettings(NamedTuple):
-    """The settings of chunked log-probs, with `chunk_rows` tokens in a chunk and one of `masks` for each chunk."""
+    """The settings of chunked log-probs, with `chunk_rows` tokens in a chunk and one of
+    `masks` for each chunk."""
 
     first_token_id: int
     group: dist.ProcessGroup | None
@@ -134,13 +143,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, matrix, bias, targets, temperatures, entropies, norms = ctx.saved_tensors
         head: _ChunkSettings = ctx.head
         of_matrix: Tensor | None = None
-        of_hidden, of_bias = [], None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
+        of_hidden = []
+        of_bias = None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
         by_logprob, by_entropy = grads
         for h, targets_of, t, norm, entropy, grad, spread, mask in _iter_chunks(
             head, hidden, targets, temperatures, norms, entropies, by_logprob, by_entropy
         ):
             by_logit = _backward_chunk(
-                _compute_logits(h, matrix, bias, t, mask), norm, targets_of, entropy, grad, spread, head
+                _compute_logits(h, matrix, bias, t, mask),
+                norm,
+                targets_of,
+                entropy,
+                grad,
+                spread,
+                head,
             )
             by_logit.div_(t[:, None])
             rounded = by_logit.to(h.dtype)
@@ -166,21 +182,29 @@ def _iter_chunks(head: _ChunkSettings, *tensors: Tensor) -> Any:
 
 
 def _compute_logits(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures: Tensor, mask: SupportMask | None
+    hidden: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    temperatures: Tensor,
+    mask: SupportMask | None,
 ) -> Tensor:
     """Return the logits, float32 `[m, V]`, minus infinity where `mask` excludes tokens."""
     z = F.linear(hidden, matrix, bias).float().div_(temperatures[:, None])
     return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
 
 
-def _find_local_targets(targets: Tensor, head: _ChunkSettings, columns: int) -> tuple[Tensor, Tensor]:
+def _find_local_targets(
+    targets: Tensor, head: _ChunkSettings, columns: int
+) -> tuple[Tensor, Tensor]:
     """Return the column of each target, and whether it is one of this rank's."""
     column = targets - head.first_token_id
     mine = (column >= 0) & (column < columns)
     return torch.where(mine, column, 0)[:, None], mine
 
 
-def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_chunk(
+    z: Tensor, targets: Tensor, head: _ChunkSettings
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropies, and the logarithm of the sum of `exp(z)`. Overwrites `z`."""
     top = z.max(dim=-1).values
     if head.group is not None:
@@ -199,12 +223,18 @@ def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Te
 
 
 def _backward_chunk(
-    z: Tensor, norm: Tensor, targets: Tensor, entropies: Tensor, grad: Tensor, spread: Tensor, head: _ChunkSettings
+    z: Tensor,
+    norm: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    grad: Tensor,
+    spread: Tensor,
+    head: _ChunkSettings,
 ) -> Tensor:
     """Return the gradient by `z`, `[m, V]`. Overwrites `z`.
 
-    `norm` `[m]` is the logarithm of the sum of `exp(z)`; `grad` and `spread` `[m]` are the gradients by log-prob and
-    entropy.
+    `norm` `[m]` is the logarithm of the sum of `exp(z)`; `grad` and `spread` `[m]` are the
+    gradients by log-prob and entropy.
     """
     column, mine = _find_local_targets(targets, head, z.shape[1])
     logs = z.sub_(norm[:, None])
@@ -219,7 +249,12 @@ def _backward_chunk(
 
 
 def _build_masks(
-    supports: SupportSets | None, rows: int, count: int, device: torch.device, first: int, columns: int
+    supports: SupportSets | None,
+    rows: int,
+    count: int,
+    device: torch.device,
+    first: int,
+    columns: int,
 ) -> Sequence[SupportMask | None]:
     """Return one mask for each chunk of `rows` of `count` tokens."""
     starts = range(0, max(1, count), rows)
@@ -229,7 +264,8 @@ def _build_masks(
 
 
 def select_supports(column: SupportSets | None, rows: np.ndarray) -> SupportSets | None:
-    """Return the supports of the tokens at `rows`; None if none has one, and logits are of the whole vocabulary."""
+    """Return the supports of the tokens at `rows`; None if none has one, and logits are of the
+    whole vocabulary."""
     if column is None:
         return None
     supports = column.take_rows(rows)

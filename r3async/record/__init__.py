@@ -1,1 +1,2 @@
-"""Records of a run: events, metrics, the timeline, routes, recordings, and copies of them elsewhere."""
+"""Records of a run: events, metrics, the timeline, routes, recordings, and copies
+of them elsewhere."""

@@ -1,8 +1,9 @@
-"""The event log of a run: `run_dir/events.jsonl`, JSON lines that all processes of the run append to.
+"""The event log of a run: `run_dir/events.jsonl`, JSON lines that all processes of
+the run append to.
 
-Each line is one object: `time` (unix seconds), `level`, `role` (the process that logged it), `event` (a fixed name),
-then the fields of that event. structlog is wrapped, never configured globally, so other users of structlog in the
-process are not affected.
+Each line is one object: `time` (unix seconds), `level`, `role` (the process that logged it),
+`event` (a fixed name), then the fields of that event. structlog is wrapped, never configured
+globally, so other users of structlog in the process are not affected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ EVENTS_FILE = "events.jsonl"
 
 
 def _encode_fallback(value: Any) -> Any:
-    """Convert a value that msgspec cannot encode: NumPy and torch scalars by value, anything else to text.
+    """Convert a value that msgspec cannot encode: NumPy and torch scalars by value,
+    anything else to text.
 
     No event is ever rejected.
     """
@@ -45,12 +47,16 @@ def _encode_event(event: dict[str, Any]) -> bytes:
     try:
         line = _encoder.encode(event)
         if not line.isascii():
-            decode_utf8(
-                line
-            )  # msgspec writes lone surrogates (of a file name, say) as they are, and no reader accepts such a line
+            # Msgspec writes lone surrogates (of a file name, say) as they are, and no reader
+            # accepts such a line.
+            decode_utf8(line)
         return line
-    except Exception:  # text that is not UTF-8, a key that is not a string, an object that contains itself
-        plain = {str(key): value if key == "time" else ascii(value).strip("'") for key, value in event.items()}
+    except Exception:
+        # Text that is not UTF-8, a key that is not a string, an object that contains itself.
+        plain = {
+            str(key): value if key == "time" else ascii(value).strip("'")
+            for key, value in event.items()
+        }
         return json.dumps(plain).encode()
 
 
@@ -60,17 +66,27 @@ class _EventRenderer:
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
 
-    def __call__(self, _: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple[bytes], dict[str, Any]]:
-        line = {"time": self._clock(), "level": method, "role": event.pop("role", ""), "event": event.pop("event", "")}
+    def __call__(
+        self, _: Any, method: str, event: MutableMapping[str, Any]
+    ) -> tuple[tuple[bytes], dict[str, Any]]:
+        line = {
+            "time": self._clock(),
+            "level": method,
+            "role": event.pop("role", ""),
+            "event": event.pop("event", ""),
+        }
         line.update(event)
         return (_encode_event(line),), {}
 
 
 class _EventWriter:
-    """The structlog logger that writes rendered lines; structlog calls the method named after the event's level."""
+    """The structlog logger that writes rendered lines; structlog calls the method named after
+    the event's level."""
 
     def __init__(self, file: AppendFile, console: bool, on_line: Callable[[bytes], object] | None):
-        self._file, self._console, self._also = file, console, on_line
+        self._file = file
+        self._console = console
+        self._also = on_line
 
     def _write_line(self, line: bytes) -> None:
         self._file.append(line)
@@ -92,11 +108,12 @@ def open_event_log(
     keeper: RecordFlusher | None = None,
     on_line: Callable[[bytes], object] | None = None,
 ) -> Any:
-    """Return a structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
+    """Return a structlog bound logger for one process of a run:
+    `events.info("weights_installed", version=3)`.
 
-    Each call writes one line before it returns. If the disk refuses the line, `keeper` holds it, and reports the
-    failure to this logger. Threads and processes may share the file. `.bind(…)` adds fields to every line;
-    `.exception(…)` adds the traceback as text.
+    Each call writes one line before it returns. If the disk refuses the line, `keeper` holds it,
+    and reports the failure to this logger. Threads and processes may share the file. `.bind(…)`
+    adds fields to every line; `.exception(…)` adds the traceback as text.
 
     Args:
         run_dir: Directory of the run, which holds the event log.
@@ -107,7 +124,9 @@ def open_event_log(
     """
     keeper = world.record_flusher if keeper is None else keeper
     logger = structlog.wrap_logger(
-        _EventWriter(AppendFile(Path(run_dir) / EVENTS_FILE, world=world, flusher=keeper), console, on_line),
+        _EventWriter(
+            AppendFile(Path(run_dir) / EVENTS_FILE, world=world, flusher=keeper), console, on_line
+        ),
         processors=[structlog.processors.format_exc_info, _EventRenderer(world.clock.time)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         context_class=dict,
@@ -121,7 +140,9 @@ def open_event_log(
 def format_event_details(event: dict[str, Any]) -> str:
     """Format the fields of an event as `key=value …`, without the fields that every event has."""
     common = ("time", "level", "role", "event", "exception")
-    return " ".join(f"{key}={_format_value(value)}" for key, value in event.items() if key not in common)
+    return " ".join(
+        f"{key}={_format_value(value)}" for key, value in event.items() if key not in common
+    )
 
 
 def _format_value(value: Any) -> str:
@@ -131,8 +152,12 @@ def _format_value(value: Any) -> str:
 
 
 def format_event(event: dict[str, Any], details: str | None = None) -> str:
-    """Format an event as one line for a terminal, with its traceback below. `details` replaces the event's fields."""
+    """Format an event as one line for a terminal, with its traceback below. `details` replaces
+    the event's fields."""
     details = format_event_details(event) if details is None else details
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
-    text = f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {details}"
+    text = (
+        f"{clock} {event.get('level', ''):7} {event.get('role', '')}: "
+        f"{event.get('event', '')} {details}"
+    )
     return text.rstrip() + (f"\n{event['exception']}" if event.get("exception") else "")

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
-    """Merge the traces of all ranks into one per micro-batch, with all its `N` tokens and all `layers`.
+    """Merge the traces of all ranks into one per micro-batch, with all its `N` tokens
+    and all `layers`.
 
-    Parts may come in any order, and repeatedly if they are equal. Padding micro-batches are left out. Raises
-    `RoutingError` if a part is missing or parts contradict each other.
+    Parts may come in any order, and repeatedly if they are equal. Padding micro-batches are left
+    out. Raises `RoutingError` if a part is missing or parts contradict each other.
     """
     parts: dict[tuple[str, ...], list[RouteTrace]] = {}
     for trace in traces:
@@ -29,7 +30,8 @@ def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
 
 
 def _merge_parts(parts: list[RouteTrace], layers: int) -> RouteTrace:
-    tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
+    tokens = int(parts[0].cu_seqlens[-1])
+    top_k = max(part.own.shape[-1] for part in parts)
     merged = np.zeros((2, tokens, layers, top_k), np.uint16)
     have = np.zeros((tokens, layers), bool)
     for part in parts:
@@ -39,15 +41,16 @@ def _merge_parts(parts: list[RouteTrace], layers: int) -> RouteTrace:
         for whole, chosen in zip(merged, (part.own, part.used), strict=True):
             if (whole[here] != chosen)[have[here]].any():
                 raise RoutingError(
-                    f"traces of two ranks contradict each other in the micro-batch of {part.sample_ids[0]}"
+                    "traces of two ranks contradict each other in the micro-batch of "
+                    f"{part.sample_ids[0]}"
                 )
             whole[here] = chosen
         have[here] = True
     if not have.all():
         row, layer = np.argwhere(~have)[0]
         raise RoutingError(
-            f"no trace has row {row} of MoE layer {layer} in the micro-batch of {parts[0].sample_ids[0]}: "
-            "the traces of all its ranks are needed"
+            f"no trace has row {row} of MoE layer {layer} in the micro-batch of "
+            f"{parts[0].sample_ids[0]}: the traces of all its ranks are needed"
         )
     own, used = merged
     # All ranks that have log-probs computed the same ones.
@@ -72,5 +75,10 @@ def _unfold_prefixes(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
         logprobs = np.where(shared, np.float32(np.nan), logprobs[rows])
     edges = edges.astype(np.int32)
     return msgspec.structs.replace(
-        trace, cu_seqlens=edges, own=trace.own[rows], used=trace.used[rows], logprobs=logprobs, prefixes=None
+        trace,
+        cu_seqlens=edges,
+        own=trace.own[rows],
+        used=trace.used[rows],
+        logprobs=logprobs,
+        prefixes=None,
     )

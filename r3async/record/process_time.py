@@ -12,7 +12,7 @@ LAG_WINDOW_SAMPLES = 1200
 """Number of event loop lag samples in the window of `LagMeter`: one minute."""
 
 
-# -- processor time ----------------------------------------------------------------------------------------------------
+# -- processor time --------------------------------------------------------------------------------
 
 
 class CounterGrowth:
@@ -26,44 +26,53 @@ class CounterGrowth:
         self.totals: dict[str, float] = {}
 
     def add(self, name: str, value: float, role: str) -> None:
-        """Record that the counter `name` is now at `value`, and add its growth to the total of `role`."""
+        """Record that the counter `name` is now at `value`, and add its growth to the
+        total of `role`."""
         before = self._last.get(name, value)
         self._last[name] = value
         self.totals[role] = self.totals.get(role, 0.0) + max(0.0, value - before)
 
 
 class StageTimer:
-    """The time that this process spends in each stage (`world/stages.py`), as metrics of its `role`.
+    """The time that this process spends in each stage (`world/stages.py`), as
+    metrics of its `role`.
 
-    `cpu/ROLE_STAGE_seconds` add up to the processor time of the process; `wall/ROLE_STAGE_seconds` are wall times of
-    its event loop.
+    `cpu/ROLE_STAGE_seconds` add up to the processor time of the process; `wall/ROLE_STAGE_seconds`
+    are wall times of its event loop.
     """
 
     def __init__(self, role: str, processes: Processes = REAL_WORLD.processes):
-        self._role, self._processes = role, processes
+        self._role = role
+        self._processes = processes
         self._last_totals: dict[str, float] = {}
 
     def total_seconds(self) -> dict[str, float]:
-        """Return the seconds since the event loop was first measured; a simulated process has none."""
+        """Return the seconds since the event loop was first measured; a simulated
+        process has none."""
         kinds = zip(("cpu", "wall"), self._processes.stage_seconds(), strict=True)
         return {
-            f"{kind}/{self._role}_{name}_seconds": seconds for kind, spent in kinds for name, seconds in spent.items()
+            f"{kind}/{self._role}_{name}_seconds": seconds
+            for kind, spent in kinds
+            for name, seconds in spent.items()
         }
 
     def read_increment(self) -> dict[str, float]:
         """Return the seconds spent since the last call."""
-        before, self._last_totals = self._last_totals, self.total_seconds()
-        return {name: seconds - before.get(name, 0.0) for name, seconds in self._last_totals.items()}
+        before = self._last_totals
+        self._last_totals = self.total_seconds()
+        return {
+            name: seconds - before.get(name, 0.0) for name, seconds in self._last_totals.items()
+        }
 
 
-# -- event loops -------------------------------------------------------------------------------------------------------
+# -- event loops -----------------------------------------------------------------------------------
 
 
 class LagMeter:
     """A meter of event loop lag over the last minute: how late a sleeping task wakes up.
 
-    `own` lag is the part during which the loop's thread was computing. While it measures, the loop's time is also
-    booked to stages.
+    `own` lag is the part during which the loop's thread was computing. While it measures, the
+    loop's time is also booked to stages.
     """
 
     METRIC_NAMES = ("p50_ms", "p99_ms", "max_ms", "own_p99_ms", "own_max_ms")
@@ -90,7 +99,8 @@ class LagMeter:
 
     def collect_metrics(self) -> dict[str, float]:
         """Return the lag in milliseconds by `METRIC_NAMES`; zeros before the first measurement."""
-        lags, own = sorted(self._lags) or [0.0], sorted(self._computing) or [0.0]
+        lags = sorted(self._lags) or [0.0]
+        own = sorted(self._computing) or [0.0]
 
         def quantile(values: list[float], q: float) -> float:
             return 1000 * values[round(q * (len(values) - 1))]

@@ -31,8 +31,9 @@ def to_prometheus_name(name: str) -> str:
 class MetricsEndpoint:
     """The Prometheus endpoint of one process.
 
-    It serves the memory, CPU time and open files of the process, the last row passed to `set_metrics`, and the current
-    result of `read_metrics()`. A separate thread serves, and calls `read_metrics`; `close` stops it.
+    It serves the memory, CPU time and open files of the process, the last row passed to
+    `set_metrics`, and the current result of `read_metrics()`. A separate thread serves, and calls
+    `read_metrics`; `close` stops it.
 
     Attributes:
         port: Port on which the endpoint listens.
@@ -58,7 +59,9 @@ class MetricsEndpoint:
             make_directory(self.target_file.parent)
             replace_file(self.target_file, described.encode())
         except OSError as error:  # the endpoint serves without the file
-            print(f"{self.target_file} could not be written ({error}): {described}", file=sys.stderr)
+            print(
+                f"{self.target_file} could not be written ({error}): {described}", file=sys.stderr
+            )
 
     def set_metrics(self, row: Mapping[str, Any]) -> None:
         """Serve the numbers of `row` from now on; other values are left out."""
@@ -70,7 +73,8 @@ class MetricsEndpoint:
 
         try:
             now = _select_numbers(self.read_metrics())
-        except Exception as error:  # for example, an engine is just stopping: the other metrics are still worth serving
+        except Exception as error:
+            # For example, an engine is just stopping: the other metrics are still worth serving.
             print(f"figures for Prometheus could not be read: {error!r}", file=sys.stderr)
             now = {}
         for name, value in (self._row | now).items():
@@ -108,15 +112,17 @@ def serve_actor_metrics(role: str, run_dir: Path) -> MetricsEndpoint | None:
 def serve_metrics(role: str, run_dir: Path, config: ObserveConfig) -> MetricsEndpoint | None:
     """Open this process's Prometheus endpoint; None if `observe.prometheus_port` is not set.
 
-    A run continues without an endpoint that cannot be opened: then this returns None too, and prints a line to stderr,
-    which is the process's log.
+    A run continues without an endpoint that cannot be opened: then this returns None too, and
+    prints a line to stderr, which is the process's log.
     """
     if config.prometheus_port is None:
         return None
     try:
         return MetricsEndpoint(role, run_dir, config)
     except (ImportError, OSError) as error:
-        print(f"no Prometheus endpoint for {role} (observe.prometheus_port): {error}", file=sys.stderr)
+        print(
+            f"no Prometheus endpoint for {role} (observe.prometheus_port): {error}", file=sys.stderr
+        )
         return None
 
 

@@ -1,7 +1,7 @@
 """Readers of a run's files.
 
-Several processes may append to one file and be killed meanwhile, and disks and people damage files. Unreadable lines
-are skipped and reported as events (`make_skipped_events`).
+Several processes may append to one file and be killed meanwhile, and disks and people damage files.
+Unreadable lines are skipped and reported as events (`make_skipped_events`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ EPISODES_FILE = "episodes.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 """File of a run's timeline spans (`record/timeline.py`)."""
 QUARANTINE_FILE = "quarantine.jsonl"
-"""File of a run's quarantined tasks, which are not posed again because all their episodes failed."""
+"""File of a run's quarantined tasks, which are not posed again because all their
+episodes failed."""
 CONFIG_FILE = "config.toml"
 """File of a run's resolved configuration."""
 READ_BLOCK_BYTES = 2**20
@@ -89,7 +90,8 @@ LINE_TYPES: dict[str, Any] = {
     QUARANTINE_FILE: QuarantinedTask,
     "routing.jsonl": _StepLine,
 }
-"""The fields that readers rely on in each line of a file, by file name. All other fields of a line may be anything."""
+"""The fields that readers rely on in each line of a file, by file name. All other fields of a line
+may be anything."""
 
 
 class JsonLines(NamedTuple):
@@ -109,7 +111,8 @@ class JsonLines(NamedTuple):
 def read_json_lines(path: Path, *, files: Files = REAL_WORLD.files) -> JsonLines:
     """Read a file of JSON lines; a missing file, and one that cannot be read, has none.
 
-    A torn last line may still be in the middle of being written: it is left out, but does not count as skipped.
+    A torn last line may still be in the middle of being written: it is left out, but does not
+    count as skipped.
     """
     try:
         with files.open(path) as file:
@@ -120,21 +123,25 @@ def read_json_lines(path: Path, *, files: Files = REAL_WORLD.files) -> JsonLines
         return JsonLines([], [], error.strerror or str(error))
     values = [decode_line(path.name, line) for line in whole]
     skipped = [
-        at for at, (line, value) in enumerate(zip(whole, values, strict=True), 1) if value is None and line.strip()
+        at
+        for at, (line, value) in enumerate(zip(whole, values, strict=True), 1)
+        if value is None and line.strip()
     ]
     values.append(decode_line(path.name, last))
     return JsonLines([value for value in values if value is not None], skipped)
 
 
 def read_json_objects(path: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
-    """Read the objects of a file of JSON lines, in order. Unreadable lines are skipped; a missing file has none."""
+    """Read the objects of a file of JSON lines, in order. Unreadable lines are skipped; a
+    missing file has none."""
     return read_json_lines(path, files=files).objects
 
 
 def read_run_files(
     run_dir: Path, *names: str, files: Files = REAL_WORLD.files
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the objects of each named file of a run, and the events for skipped lines, also of `config.toml`."""
+    """Return the objects of each named file of a run, and the events for skipped lines, also
+    of `config.toml`."""
     read = [read_json_lines(run_dir / name, files=files) for name in names]
     told = [
         make_skipped_events(name, len(lines.skipped_lines), lines.skipped_lines, error=lines.error)
@@ -145,10 +152,12 @@ def read_run_files(
 
 
 def decode_line(file_name: str, line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of the file `file_name`; None if none of its writers can have written the line."""
+    """Return the object in a line of the file `file_name`; None if none of its writers can have
+    written the line."""
     try:
         value = decode_json_object(line)
-        if (shape := LINE_TYPES.get(file_name)) is not None:
+        shape = LINE_TYPES.get(file_name)
+        if shape is not None:
             msgspec.convert(value, shape)
     except (MalformedError, msgspec.ValidationError):
         return None
@@ -158,10 +167,11 @@ def decode_line(file_name: str, line: bytes) -> dict[str, Any] | None:
 def make_skipped_events(
     file_name: str, count: int, numbers: Sequence[int] = (), *, error: str = ""
 ) -> list[dict[str, Any]]:
-    """Return the warning event that reports `count` skipped lines of a file, or the `error` for which all of it is
-    skipped, to be shown beside the run's own events.
+    """Return the warning event that reports `count` skipped lines of a file, or the `error` for
+    which all of it is skipped, to be shown beside the run's own events.
 
-    Returns an empty list if nothing is skipped. `numbers` are the line numbers, where they are known.
+    Returns an empty list if nothing is skipped. `numbers` are the line numbers,
+    where they are known.
     """
     if error:
         return [{"level": "warning", "event": "file_skipped", "file": file_name, "error": error}]
@@ -179,7 +189,8 @@ def convert_valid(objects: Iterable[dict[str, Any]], kind: type[T]) -> Iterator[
 
 
 def _iter_lines(file: File) -> Iterator[bytes]:
-    at, rest = 0, b""
+    at = 0
+    rest = b""
     while block := file.read(at, READ_BLOCK_BYTES):
         at += len(block)
         *lines, rest = (rest + block).split(b"\n")
@@ -188,15 +199,18 @@ def _iter_lines(file: File) -> Iterator[bytes]:
 
 
 def read_run_config(run_dir: Path, *, files: Files = REAL_WORLD.files) -> dict[str, Any]:
-    """Read a run's resolved configuration as plain data, as it was written; {} if it is missing or damaged.
+    """Read a run's resolved configuration as plain data, as it was written; {} if it is
+    missing or damaged.
 
-    A value of another type than the setting has is left out; settings that this release does not know are kept.
+    A value of another type than the setting has is left out; settings that this release does
+    not know are kept.
     """
     return _read_config(run_dir, files)[0]
 
 
 def make_config_events(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
-    """Return the events that report what of a run's configuration cannot be read; an empty list otherwise."""
+    """Return the events that report what of a run's configuration cannot be read; an
+    empty list otherwise."""
     return _read_config(run_dir, files)[1]
 
 
@@ -213,12 +227,20 @@ def _read_config(run_dir: Path, files: Files) -> tuple[dict[str, Any], list[dict
         return {}, make_skipped_events(CONFIG_FILE, len(text.splitlines()) or 1)
     skipped: list[str] = []
     kept = _keep_valid_settings(found, Config, "", skipped)
-    wrong = {"level": "warning", "event": "settings_skipped", "file": CONFIG_FILE, "settings": ", ".join(skipped)}
+    wrong = {
+        "level": "warning",
+        "event": "settings_skipped",
+        "file": CONFIG_FILE,
+        "settings": ", ".join(skipped),
+    }
     return kept, [wrong] if skipped else []
 
 
-def _keep_valid_settings(values: dict[str, Any], section: type, prefix: str, skipped: list[str]) -> dict[str, Any]:
-    """Return the settings of a section that have the right type, and add the names of the others to `skipped`."""
+def _keep_valid_settings(
+    values: dict[str, Any], section: type, prefix: str, skipped: list[str]
+) -> dict[str, Any]:
+    """Return the settings of a section that have the right type, and add the names of the
+    others to `skipped`."""
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(section)}
     kept = {}
     for name, value in values.items():
@@ -254,5 +276,7 @@ def read_quarantine(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[Q
 
     If a task is listed more than once (after a resume), the last line counts.
     """
-    tasks = convert_valid(read_json_objects(run_dir / QUARANTINE_FILE, files=files), QuarantinedTask)
+    tasks = convert_valid(
+        read_json_objects(run_dir / QUARANTINE_FILE, files=files), QuarantinedTask
+    )
     return list({task.task_seed: task for task in tasks}.values())

@@ -1,8 +1,9 @@
-"""Recording of training data (`observe.record = "full"`), to replay steps without engines, environments or Ray.
+"""Recording of training data (`observe.record = "full"`), to replay steps without engines,
+environments or Ray.
 
-The run's `recording/` directory has one file per step, named by step and lineage. It begins with a description of the
-step and its results, followed by the trajectories in the wire format. The file of a step is complete before a
-checkpoint of that step is.
+The run's `recording/` directory has one file per step, named by step and lineage. It begins with a
+description of the step and its results, followed by the trajectories in the wire format. The file
+of a step is complete before a checkpoint of that step is.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RecordedStep(msgspec.Struct, frozen=True):
 class StepRecorder:
     """The recorder of one start of a run. It writes the steps in a separate worker thread.
 
-    It never ends the run: a step that cannot be written is reported, and a replay names the missing step.
+    It never ends the run: a step that cannot be written is reported, and a replay names
+    the missing step.
     """
 
     def __init__(
@@ -78,23 +80,34 @@ class StepRecorder:
         *,
         world: World = REAL_WORLD,
     ):
-        self._enabled, self._lineage = config.observe.record == "full", lineage.number
-        self._directory, self._report = run_dir / RECORDING_DIRECTORY, report_event
-        self._files, self._lane = world.files, world.threads.new_worker("recording")
+        self._enabled = config.observe.record == "full"
+        self._lineage = lineage.number
+        self._directory = run_dir / RECORDING_DIRECTORY
+        self._report = report_event
+        self._files = world.files
+        self._lane = world.threads.new_worker("recording")
         self._writing: set[asyncio.Task[None]] = set()
-        self._config, self._settings_written = config, False
+        self._config = config
+        self._settings_written = False
 
     def add(self, step: int, version: int, outcome: StepOutcome) -> None:
-        """Start writing step `step`, which was trained from weights of `version`. Its trajectories must not change."""
+        """Start writing step `step`, which was trained from weights of `version`. Its trajectories
+        must not change."""
         if not self._enabled:
             return
         if not self._settings_written:
             self._settings_written = True
-            self._start_write("settings", write_recorded_settings, self._directory, self._config, self._lineage)
+            self._start_write(
+                "settings", write_recorded_settings, self._directory, self._config, self._lineage
+            )
         sizes = [len(group) for group in outcome.groups]
         made = RecordedStep(step, version, self._lineage, outcome.digests, outcome.metrics, sizes)
         self._start_write(
-            step, write_recorded_step, self._directory, made, [t for group in outcome.groups for t in group]
+            step,
+            write_recorded_step,
+            self._directory,
+            made,
+            [t for group in outcome.groups for t in group],
         )
 
     def _start_write(self, name: object, write: Callable[..., object], *args: Any) -> None:
@@ -118,14 +131,22 @@ class StepRecorder:
             self._report("not_recorded", step=name, error=str(error), hint=hint)
 
 
-def write_recorded_settings(directory: Path, config: Config, lineage: int, files: Files = REAL_WORLD.files) -> None:
-    """Write the configuration that the steps of `lineage` are trained with, without secrets. Raises `OSError`."""
+def write_recorded_settings(
+    directory: Path, config: Config, lineage: int, files: Files = REAL_WORLD.files
+) -> None:
+    """Write the configuration that the steps of `lineage` are trained with, without secrets.
+    Raises `OSError`."""
     make_directory(directory, files=files)
-    replace_file(directory / f"settings-{lineage:04d}.json", msgspec.json.encode(config_to_dict(config)), files=files)
+    replace_file(
+        directory / f"settings-{lineage:04d}.json",
+        msgspec.json.encode(config_to_dict(config)),
+        files=files,
+    )
 
 
 def read_recorded_settings(run_dir: Path, lineage: int, files: Files = REAL_WORLD.files) -> Config:
-    """Read the configuration that the steps of `lineage` were trained with. Raises `RecordingError`."""
+    """Read the configuration that the steps of `lineage` were trained with. Raises
+    `RecordingError`."""
     path = run_dir / RECORDING_DIRECTORY / f"settings-{lineage:04d}.json"
     try:
         return config_from_dict(decode_json_object(read_file(path, files=files)))
@@ -134,7 +155,10 @@ def read_recorded_settings(run_dir: Path, lineage: int, files: Files = REAL_WORL
 
 
 def write_recorded_step(
-    directory: Path, step: RecordedStep, trajectories: Sequence[Trajectory], files: Files = REAL_WORLD.files
+    directory: Path,
+    step: RecordedStep,
+    trajectories: Sequence[Trajectory],
+    files: Files = REAL_WORLD.files,
 ) -> Path:
     """Write the file of a step and return its path. Raises `OSError` or `WireError`."""
     make_directory(directory, files=files)
@@ -160,12 +184,15 @@ def _join_pieces(pieces: Iterable[Buffer]) -> Iterator[bytes]:
         size += len(piece)
         if size >= WRITE_CHUNK_BYTES:
             yield b"".join(waiting)
-            waiting, size = [], 0
+            waiting = []
+            size = 0
     if waiting:
         yield b"".join(waiting)
 
 
-def read_recorded_step(path: Path, files: Files = REAL_WORLD.files) -> tuple[RecordedStep, list[list[Trajectory]]]:
+def read_recorded_step(
+    path: Path, files: Files = REAL_WORLD.files
+) -> tuple[RecordedStep, list[list[Trajectory]]]:
     """Read the file of a step: the step and its groups of trajectories. Raises `RecordingError`."""
     frames: list[list[memoryview]] = []
     try:
@@ -184,27 +211,35 @@ def read_recorded_step(path: Path, files: Files = REAL_WORLD.files) -> tuple[Rec
         raise RecordingError(f"{path}: {error}") from error
 
 
-def find_recorded_steps(run_dir: Path, after: int = 0, files: Files = REAL_WORLD.files) -> list[Path]:
+def find_recorded_steps(
+    run_dir: Path, after: int = 0, files: Files = REAL_WORLD.files
+) -> list[Path]:
     """Return the files of the steps after `after` that led to the run's weights, in order.
 
-    If a resume repeated a step, the file of the newest lineage counts. Raises `RecordingError` naming a missing step.
+    If a resume repeated a step, the file of the newest lineage counts. Raises `RecordingError`
+    naming a missing step.
     """
     directory = run_dir / RECORDING_DIRECTORY
     found: dict[int, dict[int, Path]] = {}
     for name in files.list_names(directory) if files.stat(directory) else ():
-        if named := _STEP_FILE_NAME.fullmatch(name):
+        named = _STEP_FILE_NAME.fullmatch(name)
+        if named:
             found.setdefault(int(named[2]), {})[int(named[1])] = directory / name
     if not found:
-        raise RecordingError(f'{run_dir} has no recording: `observe.record = "full"` makes one while a run trains')
+        raise RecordingError(
+            f'{run_dir} has no recording: `observe.record = "full"` makes one while a run trains'
+        )
     chosen: dict[int, Path] = {}
     end = max(found[max(found)])
     for lineage in sorted(found, reverse=True):
         # An older lineage's steps count until a newer one begins.
         first = min(chosen, default=end + 1)
         chosen |= {step: path for step, path in found[lineage].items() if step < first}
-    if missing := [step for step in range(after + 1, end + 1) if step not in chosen]:
+    missing = [step for step in range(after + 1, end + 1) if step not in chosen]
+    if missing:
         raise RecordingError(
-            f"{directory} has no step {missing[0]}, of {end}: it was not recorded, or the file was removed"
+            f"{directory} has no step {missing[0]}, of {end}: it was not recorded, or the "
+            "file was removed"
         )
     return [chosen[step] for step in range(after + 1, end + 1)]
 

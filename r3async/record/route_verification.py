@@ -13,7 +13,13 @@ import msgspec
 import numpy as np
 
 from r3async.data.tokens import UNSAMPLED_VERSION
-from r3async.record.routes import EngineCall, RouteFileError, RouteIndex, TrainedRoutes, load_route_record
+from r3async.record.routes import (
+    EngineCall,
+    RouteFileError,
+    RouteIndex,
+    TrainedRoutes,
+    load_route_record,
+)
 
 
 class RouteDifference(msgspec.Struct, frozen=True):
@@ -21,7 +27,8 @@ class RouteDifference(msgspec.Struct, frozen=True):
 
     Attributes:
         recorded: False if the engine returned no row for the position.
-        expected: The engine's experts; if `recorded` is False, the router's own choice, which training has to use then.
+        expected: The engine's experts; if `recorded` is False, the router's own choice, which
+            training has to use then.
         used: Experts that training used.
     """
 
@@ -34,19 +41,24 @@ class RouteDifference(msgspec.Struct, frozen=True):
     used: list[int]
 
     def to_text(self) -> str:
-        whose = "the engine chose" if self.recorded else "the engine recorded nothing; the router itself chose"
+        whose = (
+            "the engine chose"
+            if self.recorded
+            else "the engine recorded nothing; the router itself chose"
+        )
         return (
-            f"step {self.step}, sample {self.sample_id}, position {self.position}, MoE layer {self.layer}: "
-            f"{whose} {self.expected}, training used {self.used}"
+            f"step {self.step}, sample {self.sample_id}, position {self.position}, MoE layer "
+            f"{self.layer}: {whose} {self.expected}, training used {self.used}"
         )
 
 
 class RouteComparison(msgspec.Struct):
-    """The result of comparing the learner's routes with the engine's. Counts are rows: one position in one MoE layer.
+    """The result of comparing the learner's routes with the engine's. Counts are rows: one position
+    in one MoE layer.
 
     Attributes:
-        unrecorded: Rows of positions for which the engine returned no row in the call that first fed them (the last
-            token, an aborted call); there the router's own choice is correct.
+        unrecorded: Rows of positions for which the engine returned no row in the call that first
+            fed them (the last token, an aborted call); there the router's own choice is correct.
     """
 
     samples: int = 0
@@ -70,21 +82,24 @@ class RouteComparison(msgspec.Struct):
         self.first = self.first or other.first
 
 
-def find_engine_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np.ndarray, np.ndarray] | None:
+def find_engine_routes(
+    trained: TrainedRoutes, calls: Sequence[EngineCall]
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Find the engine's routes for a trained sample.
 
-    A failed episode is retried under the same ids; the trained attempt is the last one that sampled exactly these
-    tokens with exactly these log-probs. A position belongs to the first call *of this sample* that fed it; rows that
-    other calls returned for it do not count. Only rows that the sample's first call did not request come from an
-    earlier call, one that fed the same tokens under the same weights.
+    A failed episode is retried under the same ids; the trained attempt is the last one that sampled
+    exactly these tokens with exactly these log-probs. A position belongs to the first call *of this
+    sample* that fed it; rows that other calls returned for it do not count. Only rows that the
+    sample's first call did not request come from an earlier call, one that fed the same tokens
+    under the same weights.
 
     Args:
         trained: The sample.
         calls: Engine calls of the sample's trajectory, in order of time.
 
     Returns:
-        The engine's experts `[T, L, K]` and a bool mask `[T]` of the positions that have them; None if no attempt
-        sampled these tokens.
+        The engine's experts `[T, L, K]` and a bool mask `[T]` of the positions that have them; None
+        if no attempt sampled these tokens.
     """
     for attempt in reversed(list(_split_attempts(calls))):
         if _is_source_attempt(attempt, trained):
@@ -93,8 +108,9 @@ def find_engine_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> t
 
 
 def _split_attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
-    # Calls are numbered in the order of their requests and written in the order of their answers. Concurrent calls of
-    # an agent may overtake each other, but a number is reused only by another attempt.
+    # Calls are numbered in the order of their requests and written in the order of their
+    # answers. Concurrent calls of an agent may overtake each other, but a number is reused only
+    # by another attempt.
     attempt: list[EngineCall] = []
     for call in calls:
         if any(call.turn == earlier.turn for earlier in attempt):
@@ -114,7 +130,8 @@ def _common_prefix_length(call: EngineCall, tokens: np.ndarray) -> int:
 
 
 def _is_source_call(call: EngineCall, trained: TrainedRoutes) -> bool:
-    """Return True if this call sampled tokens of the sample, even if the algorithm left them out of its loss."""
+    """Return True if this call sampled tokens of the sample, even if the algorithm left them
+    out of its loss."""
     rows = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids))
     if not len(call.token_ids) or _common_prefix_length(call, trained.token_ids) != rows.stop:
         return False
@@ -124,7 +141,8 @@ def _is_source_call(call: EngineCall, trained: TrainedRoutes) -> bool:
 
 
 def _is_source_attempt(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> bool:
-    found, wanted = np.zeros(len(trained.token_ids), bool), _make_sampled_mask(trained)
+    found = np.zeros(len(trained.token_ids), bool)
+    wanted = _make_sampled_mask(trained)
     for call in attempt:
         if _is_source_call(call, trained):
             found[len(call.prompt_ids) : len(call.prompt_ids) + len(call.token_ids)] = True
@@ -134,12 +152,15 @@ def _is_source_attempt(attempt: Sequence[EngineCall], trained: TrainedRoutes) ->
 def _make_sampled_mask(trained: TrainedRoutes) -> np.ndarray:
     """Return the mask of sampled tokens, bool `[T]`.
 
-    The loss mask may have fewer tokens: an algorithm removes groups with zero variance and truncated episodes from it.
+    The loss mask may have fewer tokens: an algorithm removes groups with zero variance and
+    truncated episodes from it.
     """
     return trained.policy_version > UNSAMPLED_VERSION
 
 
-def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[np.ndarray, np.ndarray]:
+def _assign_rows(
+    attempt: Sequence[EngineCall], trained: TrainedRoutes
+) -> tuple[np.ndarray, np.ndarray]:
     rows = np.zeros_like(trained.used)
     recorded = np.zeros(len(rows), bool)
     own = [index for index, call in enumerate(attempt) if _is_source_call(call, trained)]
@@ -149,7 +170,8 @@ def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple
             part, returned = _select_returned_rows(
                 call, trained, 0, min(first.routes_from, _count_first_version_tokens(call))
             )
-            # Two calls of the same weights may have fed the same tokens in different batches: either row is correct.
+            # Two calls of the same weights may have fed the same tokens in different batches:
+            # either row is correct.
             new = ~recorded[part] | same_experts(returned, trained.used[part]).all(axis=-1)
             rows[part][new] = returned[new]
             recorded[part] = True
@@ -165,43 +187,54 @@ def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple
 
 
 def _find_first_version(call: EngineCall) -> int | None:
-    """Return the version of the weights and prefix cache that the call started with; None if it sampled nothing."""
+    """Return the version of the weights and prefix cache that the call started with; None if it
+    sampled nothing."""
     versions = call.policy_version
     return int(versions[0]) if len(versions) else None
 
 
 def _count_first_version_tokens(call: EngineCall) -> int:
-    """Return the number of positions that the call fed before newer weights arrived, or all if none arrived."""
-    versions, fed = call.policy_version, len(call.prompt_ids) + len(call.token_ids) - 1
+    """Return the number of positions that the call fed before newer weights arrived, or all
+    if none arrived."""
+    versions = call.policy_version
+    fed = len(call.prompt_ids) + len(call.token_ids) - 1
     if (versions == versions[:1]).all():
         return fed
     return len(call.prompt_ids) + int((versions != versions[0]).argmax()) - 1
 
 
-def _select_returned_rows(call: EngineCall, trained: TrainedRoutes, start: int, stop: int) -> tuple[slice, np.ndarray]:
-    """Return the slice of the sample's positions in `start..stop` that the call has rows for, and those rows.
+def _select_returned_rows(
+    call: EngineCall, trained: TrainedRoutes, start: int, stop: int
+) -> tuple[slice, np.ndarray]:
+    """Return the slice of the sample's positions in `start..stop` that the call has rows
+    for, and those rows.
 
     Raises `RouteFileError` if the shape of the call's rows differs from the learner's.
     """
     first = max(start, call.routes_from)
-    stop = min(stop, call.routes_from + len(call.rows), _common_prefix_length(call, trained.token_ids))
+    stop = min(
+        stop, call.routes_from + len(call.rows), _common_prefix_length(call, trained.token_ids)
+    )
     if stop <= first:
         return slice(0, 0), trained.used[:0]
     if call.rows.shape[1:] != trained.used.shape[1:]:
         raise RouteFileError(
-            f"the engine's rows for {trained.sample_id} have shape {call.rows.shape[1:]}, the learner's "
-            f"{trained.used.shape[1:]} (layers, experts a token): they are of different models"
+            f"the engine's rows for {trained.sample_id} have shape {call.rows.shape[1:]}, the "
+            f"learner's {trained.used.shape[1:]} (layers, experts a token): they are of "
+            "different models"
         )
     return slice(first, stop), call.rows[first - call.routes_from : stop - call.routes_from]
 
 
 def same_experts(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return, for two arrays `[..., K]`, where they have the same experts in any order; bool `[...]`."""
+    """Return, for two arrays `[..., K]`, where they have the same experts in any
+    order; bool `[...]`."""
     return (np.sort(one, axis=-1) == np.sort(other, axis=-1)).all(axis=-1)
 
 
 def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> RouteComparison:
-    """Compare the experts used in training with those the engine chose, for every position and MoE layer."""
+    """Compare the experts used in training with those the engine chose, for every
+    position and MoE layer."""
     found = find_engine_routes(trained, calls)
     if found is None:
         return RouteComparison(samples=1, unmatched=[trained.sample_id])
@@ -216,13 +249,17 @@ def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> Route
     )
     if result.different:
         at, layer = (int(i) for i in np.argwhere(~same)[0])
-        chosen, used = expected[at, layer].tolist(), trained.used[at, layer].tolist()
-        result.first = RouteDifference(trained.step, trained.sample_id, at, layer, bool(recorded[at]), chosen, used)
+        chosen = expected[at, layer].tolist()
+        used = trained.used[at, layer].tolist()
+        result.first = RouteDifference(
+            trained.step, trained.sample_id, at, layer, bool(recorded[at]), chosen, used
+        )
     return result
 
 
 def verify_routes(index: RouteIndex) -> RouteComparison:
-    """Compare all samples whose routes the run kept, one at a time. Raises `RouteFileError` for a damaged record."""
+    """Compare all samples whose routes the run kept, one at a time. Raises `RouteFileError` for
+    a damaged record."""
     total = RouteComparison()
     for entry in index.trained_entries:
         trained = load_route_record(entry, TrainedRoutes, files=index.files)

@@ -85,11 +85,14 @@ class TraceFilter:
     def should_trace(self, episode_id: str) -> bool:
         """Return True if the routes of this episode are kept.
 
-        Mode `sample` keeps the first trajectory of every `routing.trace_every`-th step, starting with the first step.
+        Mode `sample` keeps the first trajectory of every `routing.trace_every`-th step, starting
+        with the first step.
         """
         if self._mode == "off" or (which := parse_episode_id(episode_id)) is None:
             return False
-        return self._mode == "all" or (which.episode_index == 0 and which.group_index % self._groups == 0)
+        return self._mode == "all" or (
+            which.episode_index == 0 and which.group_index % self._groups == 0
+        )
 
 
 class EngineCall(msgspec.Struct, frozen=True):
@@ -99,7 +102,8 @@ class EngineCall(msgspec.Struct, frozen=True):
         prompt_ids: int32 `[P]`.
         token_ids: Sampled tokens, int32 `[n]`.
         logprobs: Log-probs of the sampled tokens, float32 `[n]`.
-        rows: Experts of the positions from `routes_from` on, `[m, L, K]`; empty if the engine returned none.
+        rows: Experts of the positions from `routes_from` on, `[m, L, K]`; empty if the
+            engine returned none.
         policy_version: Version of the weights that sampled each token, int32 `[n]`.
     """
 
@@ -115,17 +119,20 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 
 class TrainedRoutes(msgspec.Struct, frozen=True):
-    """One sample of an optimizer step, with `T` tokens and the routes that the learner's routers gave them.
+    """One sample of an optimizer step, with `T` tokens and the routes that the learner's
+    routers gave them.
 
-    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn` and `rewards` are columns of the sample.
+    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn` and `rewards` are
+    columns of the sample.
 
     Attributes:
         step: Number of the optimizer step, from 1.
         own: Experts that the learner's routers would have chosen, `[T, L, K]`.
         used: Experts that the learner's routers used, `[T, L, K]`.
-        learner_logprobs: Log-probs of the trained tokens under the learner before the step, NaN for other tokens,
-            float32 `[T]`; None if no rank kept them.
-        advantages: Advantages that the loss used, float32 `[T]`; None in records written before advantages were kept.
+        learner_logprobs: Log-probs of the trained tokens under the learner before the step, NaN for
+            other tokens, float32 `[T]`; None if no rank kept them.
+        advantages: Advantages that the loss used, float32 `[T]`; None in records written before
+            advantages were kept.
     """
 
     step: int
@@ -162,14 +169,18 @@ class _TrainedFacts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ArrayShape(NamedTuple):
-    """The dtypes (`np.dtype.kind`) of an array, and the names of its dimensions: equal names are equal lengths."""
+    """The dtypes (`np.dtype.kind`) of an array, and the names of its dimensions: equal names
+    are equal lengths."""
 
     kinds: str
     dims: str
 
 
 _INTEGERS = "iu"
-_FACT_TYPES: dict[str, type] = {EngineCall.__name__: _CallFacts, TrainedRoutes.__name__: _TrainedFacts}
+_FACT_TYPES: dict[str, type] = {
+    EngineCall.__name__: _CallFacts,
+    TrainedRoutes.__name__: _TrainedFacts,
+}
 _ARRAY_SHAPES = {
     EngineCall.__name__: {
         "prompt_ids": _ArrayShape(_INTEGERS, "P"),
@@ -194,20 +205,33 @@ _ARRAY_SHAPES = {
 
 
 class RouteFile(AppendFile):
-    """A new file `directory/NAME.N.routes` to append records to, created with the first one. Threads may share it."""
+    """A new file `directory/NAME.N.routes` to append records to, created with the first one.
+    Threads may share it."""
 
     terminator = b""
 
-    def __init__(self, directory: Path, name: str, *, world: World = REAL_WORLD, keeper: RecordFlusher | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        world: World = REAL_WORLD,
+        keeper: RecordFlusher | None = None,
+    ):
         super().__init__(
-            directory / f"{name}.0.routes", world=world, flusher=keeper, max_waiting_bytes=MAX_PENDING_BYTES
+            directory / f"{name}.0.routes",
+            world=world,
+            flusher=keeper,
+            max_waiting_bytes=MAX_PENDING_BYTES,
         )
         self._name = name
 
     def append(self, record: EngineCall | TrainedRoutes) -> bool:  # type: ignore[override]
         """Encode a record and append it. Implement `AppendFile.append`."""
         fields = msgspec.structs.asdict(record)
-        arrays = {name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)}
+        arrays = {
+            name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)
+        }
         bodies = [array_bytes(a) for a in arrays.values()]
         header = msgspec.msgpack.encode(
             {
@@ -217,7 +241,9 @@ class RouteFile(AppendFile):
                 "checksum": compute_checksum(bodies),
             }
         )
-        return super().append(b"".join(ROUTES_CONTAINER.encode_record([header + _header_checksum(header), *bodies])))
+        return super().append(
+            b"".join(ROUTES_CONTAINER.encode_record([header + _header_checksum(header), *bodies]))
+        )
 
     def _open_file(self) -> File:
         make_directory(self.path.parent, files=self._files)
@@ -251,7 +277,9 @@ class RouteEntry(NamedTuple):
     checksum: int
 
 
-def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.files) -> tuple[list[RouteEntry], str]:
+def scan_route_file(
+    path: Path, offset: int = 0, *, files: Files = REAL_WORLD.files
+) -> tuple[list[RouteEntry], str]:
     """Scan the records of a file from byte `offset` on, without their arrays.
 
     Returns the entries, and a description of the problem if the file is torn or damaged, else "".
@@ -269,12 +297,18 @@ def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.fi
         sealed = record.frames[0] if record.frames else memoryview(b"")
         header = sealed[:-4]
         if sealed[-4:] != _header_checksum(header):
-            return entries, f"{path}: the record at byte {record.offset} is damaged; what follows is not read"
+            return (
+                entries,
+                f"{path}: the record at byte {record.offset} is damaged; what follows is not read",
+            )
         try:
             entry = RouteEntry(path, record.offset, **decode_msgpack(header, dict[str, Any]))
             _check_entry(entry)
         except (TypeError, ValueError) as error:
-            problem = problem or f"{path}: the record at byte {record.offset} is not of this release ({error})"
+            problem = (
+                problem
+                or f"{path}: the record at byte {record.offset} is not of this release ({error})"
+            )
             continue
         entries.append(entry)
     return entries, problem
@@ -282,28 +316,41 @@ def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.fi
 
 def _check_entry(entry: RouteEntry) -> None:
     """Raise `ValueError` if a record has other facts or arrays than this release writes."""
-    if (facts := _FACT_TYPES.get(entry.kind)) is None:
+    facts = _FACT_TYPES.get(entry.kind)
+    if facts is None:
         raise ValueError(f"its kind is {format_value(entry.kind)}")
     msgspec.convert(entry.facts, facts)
     lengths: dict[str, int] = {}
     for name, dtype, shape in msgspec.convert(entry.arrays, list[tuple[str, str, list[int]]]):
         known = _ARRAY_SHAPES[entry.kind].get(name)
-        if known is None or dtype not in _ARRAY_DTYPES or _ARRAY_DTYPES[dtype].kind not in known.kinds:
+        if (
+            known is None
+            or dtype not in _ARRAY_DTYPES
+            or _ARRAY_DTYPES[dtype].kind not in known.kinds
+        ):
             raise ValueError(f"no record has {name} of type {dtype}")
         sizes = dict(zip(known.dims, shape, strict=False))
-        if len(shape) != len(known.dims) or any(lengths.setdefault(dim, size) != size for dim, size in sizes.items()):
+        if len(shape) != len(known.dims) or any(
+            lengths.setdefault(dim, size) != size for dim, size in sizes.items()
+        ):
             raise ValueError(f"{name} has the shape {shape}")
 
 
-def load_route_record(entry: RouteEntry, kind: type[RouteRecord], *, files: Files = REAL_WORLD.files) -> RouteRecord:
-    """Load a record with its arrays (read-only). Raises `RouteFileError` if it is damaged or of another kind."""
+def load_route_record(
+    entry: RouteEntry, kind: type[RouteRecord], *, files: Files = REAL_WORLD.files
+) -> RouteRecord:
+    """Load a record with its arrays (read-only). Raises `RouteFileError` if it is damaged or
+    of another kind."""
     where = f"{entry.path}: the record at byte {entry.offset}"
     try:
         view = map_file(entry.path, files=files)
     except OSError as error:
         raise RouteFileError(f"{entry.path}: {error.strerror or error}") from error
     record = next(ROUTES_CONTAINER.iter_records(view, entry.offset), None)
-    if not isinstance(record, FramedRecord) or compute_checksum(record.frames[1:]) != entry.checksum:
+    if (
+        not isinstance(record, FramedRecord)
+        or compute_checksum(record.frames[1:]) != entry.checksum
+    ):
         raise RouteFileError(f"{where} is damaged")
     try:
         if entry.kind != kind.__name__:
@@ -334,7 +381,8 @@ class RouteIndex:
     """
 
     def __init__(self, run_dir: Path, *, files: Files = REAL_WORLD.files):
-        self._directory, self.files = run_dir / "routes", files
+        self._directory = run_dir / "routes"
+        self.files = files
         self._last: dict[str, int] = {}
         self.trained_entries: list[RouteEntry] = []
         self.call_entries: dict[str, list[RouteEntry]] = {}
@@ -343,9 +391,12 @@ class RouteIndex:
 
     def read_new(self) -> list[RouteEntry]:
         """Index the records written since the last call, and return those of trained samples."""
-        self.problems, new = [], []
+        self.problems = []
+        new = []
         try:
-            names = [name for name in self.files.list_names(self._directory) if name.endswith(".routes")]
+            names = [
+                name for name in self.files.list_names(self._directory) if name.endswith(".routes")
+            ]
         except OSError as error:
             self.problems.append(f"{self._directory}: {error.strerror or error}")
             return []
@@ -358,14 +409,21 @@ class RouteIndex:
                 if entry.kind == TrainedRoutes.__name__:
                     new.append(entry)
                 else:
-                    insort(self.call_entries.setdefault(entry.facts["trajectory_id"], []), entry, key=_get_call_time)
-        self.trained_entries = sorted(self.trained_entries + new, key=_get_sample_key) if new else self.trained_entries
+                    insort(
+                        self.call_entries.setdefault(entry.facts["trajectory_id"], []),
+                        entry,
+                        key=_get_call_time,
+                    )
+        self.trained_entries = (
+            sorted(self.trained_entries + new, key=_get_sample_key) if new else self.trained_entries
+        )
         return new
 
     def load_calls(self, trajectory_id: str) -> list[EngineCall]:
         """Load the engine calls of a trajectory, in order of time. Raises `RouteFileError`."""
         return [
-            load_route_record(entry, EngineCall, files=self.files) for entry in self.call_entries.get(trajectory_id, ())
+            load_route_record(entry, EngineCall, files=self.files)
+            for entry in self.call_entries.get(trajectory_id, ())
         ]
 
 
@@ -390,19 +448,27 @@ class _RouteRecordingEngine:
     """An engine whose `generate` records routes; every other attribute is the wrapped engine's."""
 
     def __init__(self, engine: Engine, file: RouteFile, plan: TraceFilter, world: World):
-        self._engine, self._file, self._plan, self._world = engine, file, plan, world
+        self._engine = engine
+        self._file = file
+        self._plan = plan
+        self._world = world
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Return the engine's answer, recorded before any other code of r3async could change its rows.
+        """Return the engine's answer, recorded before any other code of r3async could
+        change its rows.
 
         Aborted answers belong to no trajectory and are not recorded.
         """
         generation = await self._engine.generate(request)
         which = parse_episode_id(request.request_id)
-        if which is not None and generation.stop_reason != "abort" and self._plan.should_trace(request.request_id):
+        if (
+            which is not None
+            and generation.stop_reason != "abort"
+            and self._plan.should_trace(request.request_id)
+        ):
             rows = generation.routed_experts
             call = EngineCall(
                 trajectory_id=which.trajectory_id,
@@ -413,7 +479,9 @@ class _RouteRecordingEngine:
                 token_ids=generation.token_ids,
                 logprobs=generation.logprobs,
                 rows=np.zeros((0, 0, 0), np.uint8) if rows is None else rows,
-                policy_version=expand_version_spans(generation.version_spans, len(generation.token_ids)),
+                policy_version=expand_version_spans(
+                    generation.version_spans, len(generation.token_ids)
+                ),
             )
             await self._world.threads.run(self._file.append, call)
         return generation
@@ -422,13 +490,21 @@ class _RouteRecordingEngine:
 class RouteFileTracer:
     """A recorder of the learner's routing, step by step.
 
-    `run_dir/routing.jsonl` gets one object per step, `{"step", "agreement": [L]}`, and on every `EXPERT_LOAD_EVERY`-th
-    step also `"load": [[experts] * L]`, in tokens of that step. The load takes 30 kB for 48 layers of 128 experts, the
-    agreement 0.4 kB. Routes of the trajectories that `routing.trace` selects go to `run_dir/routes`. Contradicting
-    traces are reported with `report_event(event, **fields)`; they do not end the run.
+    `run_dir/routing.jsonl` gets one object per step, `{"step", "agreement": [L]}`, and on every
+    `EXPERT_LOAD_EVERY`-th step also `"load": [[experts] * L]`, in tokens of that step. The load
+    takes 30 kB for 48 layers of 128 experts, the agreement 0.4 kB. Routes of the trajectories that
+    `routing.trace` selects go to `run_dir/routes`. Contradicting traces are reported with
+    `report_event(event, **fields)`; they do not end the run.
     """
 
-    def __init__(self, run_dir: Path, config: Config, report_event: EventReporter, *, world: World = REAL_WORLD):
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        report_event: EventReporter,
+        *,
+        world: World = REAL_WORLD,
+    ):
         self._plan = TraceFilter(config)
         self._lines = AppendFile(run_dir / "routing.jsonl", world=world)
         self._file = RouteFile(run_dir / "routes", "learner", world=world)
@@ -439,7 +515,8 @@ class RouteFileTracer:
         return any(self._plan.should_trace(sample.sample_id) for sample in samples)
 
     def write_trace(self, step: int, samples: Sequence[Sample], result: MinibatchResult) -> None:
-        """Record the routing of step `step` (from 1), which trained `samples`. Blocks as long as the disk does."""
+        """Record the routing of step `step` (from 1), which trained `samples`. Blocks as long
+        as the disk does."""
         if not len(result.layer_agreement):
             return
         try:
@@ -466,8 +543,16 @@ class RouteFileTracer:
                 which = parse_episode_id(sample_id)
                 if which is None or not self._plan.should_trace(sample_id):
                     continue
-                table, rows = tables[sample_id], slice(trace.cu_seqlens[index], trace.cu_seqlens[index + 1])
-                columns = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
+                table = tables[sample_id]
+                rows = slice(trace.cu_seqlens[index], trace.cu_seqlens[index + 1])
+                columns = (
+                    "token_ids",
+                    "loss_mask",
+                    "rollout_logprobs",
+                    "policy_version",
+                    "turn",
+                    "rewards",
+                )
                 self._file.append(
                     TrainedRoutes(
                         step,

@@ -43,25 +43,27 @@ class EpisodeExample(NamedTuple):
 EPISODES_TABLE = "episodes"
 """Name of the table of example episodes."""
 MAX_TABLE_EXAMPLES = 256
-"""Maximum number of examples in a service that has one table for the whole run; the newest are kept."""
+"""Maximum number of examples in a service that has one table for the whole run; the
+newest are kept."""
 MAX_TEXT_CHARACTERS = 10_000
 """Maximum characters of a prompt or an answer in the table; longer texts are cut."""
 RUN_IDS_DIRECTORY = "sinks"
-"""Directory of a run that holds the id of the run in each service, in a file named after the service."""
-MLFLOW_TABLES_TAG, MLFLOW_TABLES = (
-    "mlflow.loggedArtifacts",
-    json.dumps([{"path": f"{EPISODES_TABLE}.json", "type": "table"}]),
-)
+"""Directory of a run that holds the id of the run in each service, in a file named
+after the service."""
+MLFLOW_TABLES_TAG = "mlflow.loggedArtifacts"
+MLFLOW_TABLES = json.dumps([{"path": f"{EPISODES_TABLE}.json", "type": "table"}])
 """Name and value of the tag by which MLflow recognizes a file as a table."""
 
 
 def make_episode_example(episode: Mapping[str, Any]) -> EpisodeExample:
-    """Convert an object of `episodes.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` if it is not an episode."""
+    """Convert an object of `episodes.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` if it
+    is not an episode."""
     turns = [dict(turn) for turn in episode["turns"]]
     said = [turns[0]["assistant"]] if turns else []
     for turn in turns[1:]:
         said += [f"[environment] {turn['user']}", str(turn["assistant"])]
-    prompt, answer = (turns[0]["user"] if turns else "", "\n\n".join(said))
+    prompt = turns[0]["user"] if turns else ""
+    answer = "\n\n".join(said)
     return EpisodeExample(
         int(episode["step"]),
         str(episode.get("trajectory", "")),
@@ -102,11 +104,16 @@ def find_missing_package(name: str) -> str:
 
 
 def select_numbers(row: MetricsRow) -> dict[str, float]:
-    """Return the numbers of a row that can be drawn, including the metrics that environments reported in an evaluation.
+    """Return the numbers of a row that can be drawn, including the metrics that environments
+    reported in an evaluation.
 
     Leaves out texts, nulls, `step` and `time`.
     """
-    told = [(of, value) for of, value in row.items() if of.endswith("/metrics") and isinstance(value, Mapping)]
+    told = [
+        (of, value)
+        for of, value in row.items()
+        if of.endswith("/metrics") and isinstance(value, Mapping)
+    ]
     inner = {f"{of}/{name}": value for of, values in told for name, value in values.items()}
     return {
         name: float(value)
@@ -129,14 +136,17 @@ def write_run_id(run_dir: Path, service: str, run_id: str) -> str:
 
 
 class TensorBoardBackend:
-    """TensorBoard event files in `runs/NAME/tensorboard`: `tensorboard --logdir runs`. TensorFlow is not needed."""
+    """TensorBoard event files in `runs/NAME/tensorboard`: `tensorboard --logdir runs`.
+    TensorFlow is not needed."""
 
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._events, self._summaries, self._text = event_pb2, summary_pb2, text_pb
+        self._events = event_pb2
+        self._summaries = summary_pb2
+        self._text = text_pb
         self._file = EventFileWriter(str(run_dir / "tensorboard"), max_queue_size=1, flush_secs=5)
         self._last_step = math.inf
 
@@ -144,16 +154,25 @@ class TensorBoardBackend:
         figures = select_numbers(row)
         if not all(name.startswith("evaluation/") for name in figures):
             if row["step"] <= self._last_step:
-                # The run was started again: what earlier starts wrote for this step and later ones is obsolete.
+                # The run was started again: what earlier starts wrote for this step and later
+                # ones is obsolete.
                 log = self._events.SessionLog(status=self._events.SessionLog.START)
                 self._add_event(row, session_log=log)
             self._last_step = row["step"]
-        values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in figures.items()
+        ]
         self._add_event(row, summary=self._summaries.Summary(value=values))
 
     def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
-        table = np.array([EpisodeExample._fields, *([str(cell) for cell in each] for each in examples)])
-        self._add_event({"step": examples[-1].step, "time": time.time()}, summary=self._text(EPISODES_TABLE, table))
+        table = np.array(
+            [EpisodeExample._fields, *([str(cell) for cell in each] for each in examples)]
+        )
+        self._add_event(
+            {"step": examples[-1].step, "time": time.time()},
+            summary=self._text(EPISODES_TABLE, table),
+        )
 
     def _add_event(self, row: MetricsRow, **fields: Any) -> None:
         self._file.add_event(self._events.Event(step=row["step"], wall_time=row["time"], **fields))
@@ -163,16 +182,19 @@ class TensorBoardBackend:
 
 
 class WandbBackend:
-    """A W&B run. If `offline`, `wandb sync runs/NAME/wandb/offline-run-*` uploads it later, all starts to one run.
+    """A W&B run. If `offline`, `wandb sync runs/NAME/wandb/offline-run-*` uploads it later, all
+    starts to one run.
 
-    Charts use the metric `step` instead of W&B's own step, which never decreases: evaluations arrive after later steps,
-    and a run that resumes from a checkpoint repeats steps.
+    Charts use the metric `step` instead of W&B's own step, which never decreases: evaluations
+    arrive after later steps, and a run that resumes from a checkpoint repeats steps.
     """
 
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         import wandb
 
-        number = read_run_id(run_dir, "wandb") or write_run_id(run_dir, "wandb", secrets.token_hex(8))
+        number = read_run_id(run_dir, "wandb") or write_run_id(
+            run_dir, "wandb", secrets.token_hex(8)
+        )
         self._run = wandb.init(
             project=config.project,
             name=run_dir.name,
@@ -180,8 +202,12 @@ class WandbBackend:
             resume="allow",
             dir=str(run_dir),
             config=dict(settings),
-            mode=cast(Any, os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")),
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+            mode=cast(
+                Any, os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+            ),
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, disable_code=True
+            ),
             allow_val_change=True,
         )
         self._table = wandb.Table
@@ -192,7 +218,9 @@ class WandbBackend:
         self._run.log({**select_numbers(row), "step": row["step"]})
 
     def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
-        table = self._table(columns=list(EpisodeExample._fields), data=[list(each) for each in examples])
+        table = self._table(
+            columns=list(EpisodeExample._fields), data=[list(each) for each in examples]
+        )
         self._run.log({EPISODES_TABLE: table, "step": examples[-1].step})
 
     def close(self) -> None:
@@ -200,7 +228,8 @@ class WandbBackend:
 
 
 def _has_wandb_key() -> bool:
-    """Return True if W&B will find a key. `wandb.login` would ask the server, for ten seconds without a network."""
+    """Return True if W&B will find a key. `wandb.login` would ask the server, for ten seconds
+    without a network."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -211,12 +240,14 @@ def _has_wandb_key() -> bool:
 
 
 class MlflowBackend:
-    """An MLflow run of the experiment `log.project`, at MLFLOW_TRACKING_URI or in `runs/NAME/mlruns`."""
+    """An MLflow run of the experiment `log.project`, at MLFLOW_TRACKING_URI or in
+    `runs/NAME/mlruns`."""
 
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # MLflow 3 refuses its plain-file store without this variable; a database would need one more package.
+            # MLflow 3 refuses its plain-file store without this variable; a database would need
+            # one more package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -227,12 +258,18 @@ class MlflowBackend:
         if self._resume_run(run_dir):
             return  # MLflow does not allow parameters to change
         experiment = self._client.get_experiment_by_name(config.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(config.project)
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(config.project)
+        )
         made = self._client.create_run(
             number, run_name=run_dir.name, tags={MLFLOW_TABLES_TAG: MLFLOW_TABLES}
         ).info.run_id
         self._run = write_run_id(run_dir, "mlflow", made)
-        parameters = [Param(key, str(value)[:500]) for key, value in flatten_section(dict(settings)).items()]
+        parameters = [
+            Param(key, str(value)[:500]) for key, value in flatten_section(dict(settings)).items()
+        ]
         for first in range(0, len(parameters), 100):  # the limit of one call
             self._client.log_batch(self._run, params=parameters[first : first + 100])
 
@@ -252,8 +289,11 @@ class MlflowBackend:
 
     def write_metrics(self, row: MetricsRow) -> None:
         at = int(row["time"] * 1000)
-        named = {name.replace("@", "_at_"): value for name, value in select_numbers(row).items()}  # MLflow takes no @
-        self._client.log_batch(self._run, [self._metric(n, v, at, row["step"]) for n, v in named.items()])
+        # MLflow takes no @
+        named = {name.replace("@", "_at_"): value for name, value in select_numbers(row).items()}
+        self._client.log_batch(
+            self._run, [self._metric(n, v, at, row["step"]) for n, v in named.items()]
+        )
 
     def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
         self._examples += examples
@@ -265,7 +305,8 @@ class MlflowBackend:
 
 
 class TrackioBackend:
-    """A run of the local trackio project `log.project`: `trackio show`. Trackio identifies a run by its name."""
+    """A run of the local trackio project `log.project`: `trackio show`. Trackio identifies a
+    run by its name."""
 
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         import trackio
@@ -274,14 +315,20 @@ class TrackioBackend:
         write_run_id(run_dir, "trackio", run_dir.name)
         self._table = trackio.Table
         self._run = trackio.init(
-            project=config.project, name=run_dir.name, config=dict(settings), embed=False, resume=resume
+            project=config.project,
+            name=run_dir.name,
+            config=dict(settings),
+            embed=False,
+            resume=resume,
         )
 
     def write_metrics(self, row: MetricsRow) -> None:
         self._run.log(select_numbers(row), step=row["step"])
 
     def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
-        table = self._table(columns=list(EpisodeExample._fields), data=[list(each) for each in examples])
+        table = self._table(
+            columns=list(EpisodeExample._fields), data=[list(each) for each in examples]
+        )
         self._run.log({EPISODES_TABLE: table}, step=examples[-1].step)
 
     def close(self) -> None:

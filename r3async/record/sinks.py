@@ -1,8 +1,8 @@
 """Sinks that copy a run's records to Prometheus, TensorBoard, W&B, MLflow and trackio.
 
-A sink cannot slow down or stop a run. Each one has its own thread and bounded queue: `write` never waits, rows that do
-not fit are dropped and counted, and an exception in a sink ends only that sink. `metrics.jsonl` is the record; sinks
-hold copies.
+A sink cannot slow down or stop a run. Each one has its own thread and bounded queue: `write` never
+waits, rows that do not fit are dropped and counted, and an exception in a sink ends only that sink.
+`metrics.jsonl` is the record; sinks hold copies.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from typing import Any
 from r3async.config.observe import LogConfig
 from r3async.config.section import ConfigError
 from r3async.data.metrics import select_main_metrics
-from r3async.record.sink_backends import SINK_BACKENDS, EpisodeExample, MetricsRow, SinkBackend, find_missing_package
+from r3async.record.sink_backends import (
+    SINK_BACKENDS,
+    EpisodeExample,
+    MetricsRow,
+    SinkBackend,
+    find_missing_package,
+)
 
 PrintLine = Callable[[str], object]
 MAX_QUEUED_ROWS = 1024
-"""Maximum number of rows queued for a slow sink. Further rows are dropped for that sink, counted, and
-reported at the first one and at the end."""
+"""Maximum number of rows queued for a slow sink. Further rows are dropped for that sink, counted,
+and reported at the first one and at the end."""
 CLOSE_TIMEOUT_SECONDS = 15.0
 """Maximum seconds that the end of a run waits for sinks to write their queued rows."""
 MAX_CONSECUTIVE_FAILURES = 3
@@ -32,12 +38,23 @@ MAX_CONSECUTIVE_FAILURES = 3
 class Sink:
     """One backend behind a queue.
 
-    `print_line` is called when the sink failed, when the first row was dropped, and at the end if rows are missing.
+    `print_line` is called when the sink failed, when the first row was dropped, and at the end if
+    rows are missing.
     """
 
-    def __init__(self, name: str, make_backend: Callable[[], SinkBackend], capacity: int, print_line: PrintLine):
-        self.name, self._make, self._report = name, make_backend, print_line
-        self._queue: queue.Queue[MetricsRow | Sequence[EpisodeExample] | None] = queue.Queue(capacity)
+    def __init__(
+        self,
+        name: str,
+        make_backend: Callable[[], SinkBackend],
+        capacity: int,
+        print_line: PrintLine,
+    ):
+        self.name = name
+        self._make = make_backend
+        self._report = print_line
+        self._queue: queue.Queue[MetricsRow | Sequence[EpisodeExample] | None] = queue.Queue(
+            capacity
+        )
         self.dropped_rows = 0
         self.written_rows = 0
         self._failed = threading.Event()
@@ -55,10 +72,14 @@ class Sink:
         except queue.Full:
             self.dropped_rows += 1
             if self.dropped_rows == 1:
-                self._report(f"sink {self.name} is slower than the run: it will miss rows, metrics.jsonl will not")
+                self._report(
+                    f"sink {self.name} is slower than the run: it will miss rows, "
+                    "metrics.jsonl will not"
+                )
 
     def close(self, deadline: float) -> None:
-        """Wait until everything queued is written, but no longer than `deadline` on the monotonic clock."""
+        """Wait until everything queued is written, but no longer than `deadline` on the
+        monotonic clock."""
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._queue.put(None, timeout=0.1)
@@ -100,17 +121,23 @@ class Sink:
     def _mark_failed(self, error: Exception) -> None:
         self._failed.set()
         self.dropped_rows += self._queue.qsize()
-        self._report(f"sink {self.name} failed and is left out from here on: {type(error).__name__}: {error}")
+        self._report(
+            f"sink {self.name} failed and is left out from here on: {type(error).__name__}: {error}"
+        )
 
 
 class SinkSet:
-    """All sinks of a run; a context manager. Its exit waits at most `timeout` seconds for all sinks together."""
+    """All sinks of a run; a context manager. Its exit waits at most `timeout` seconds for
+    all sinks together."""
 
     def __init__(self, sinks: Sequence[Sink], timeout: float, *, only_main_metrics: bool = False):
-        self.sinks, self._timeout, self._only_main_metrics = list(sinks), timeout, only_main_metrics
+        self.sinks = list(sinks)
+        self._timeout = timeout
+        self._only_main_metrics = only_main_metrics
 
     def write(self, row: MetricsRow | Sequence[EpisodeExample]) -> None:
-        """Queue a row of `metrics.jsonl` or `evaluation.jsonl`, or example episodes, for every sink. Returns at once.
+        """Queue a row of `metrics.jsonl` or `evaluation.jsonl`, or example episodes, for every
+        sink. Returns at once.
 
         The row must not be changed afterwards.
         """
@@ -134,8 +161,11 @@ class SinkSet:
 def check_sinks(config: LogConfig) -> None:
     """Raise `ConfigError`, with the pip command, for a sink whose package is not installed."""
     for name in config.to:
-        if package := find_missing_package(name):
-            raise ConfigError(f"`log.to` has {name!r}, whose package is not installed: pip install {package}")
+        package = find_missing_package(name)
+        if package:
+            raise ConfigError(
+                f"`log.to` has {name!r}, whose package is not installed: pip install {package}"
+            )
 
 
 def open_sinks(

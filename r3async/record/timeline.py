@@ -1,7 +1,9 @@
-"""The timeline of a run: `run_dir/timeline.jsonl`, to which all processes append spans of their activities.
+"""The timeline of a run: `run_dir/timeline.jsonl`, to which all processes append spans of
+their activities.
 
-Each line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what` (`train`, `wait`, `play`, …),
-`start` and `end` in unix seconds, and `step` and `version` where they are known.
+Each line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what`
+(`train`, `wait`, `play`, …), `start` and `end` in unix seconds, and `step` and `version`
+where they are known.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 class Timeline:
     """A writer of the spans of one process; each span is written when it ends.
 
-    If it is not enabled, nothing is measured, opened or written. `clock` returns unix seconds, so that processes agree;
-    it defaults to the clock of `world`.
+    If it is not enabled, nothing is measured, opened or written. `clock` returns unix seconds, so
+    that processes agree; it defaults to the clock of `world`.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class Timeline:
         world: World = REAL_WORLD,
         clock: Callable[[], float] | None = None,
     ):
-        self.actor, self._clock = actor, clock or world.clock.time
+        self.actor = actor
+        self._clock = clock or world.clock.time
         self._file = AppendFile(Path(run_dir) / FILE, world=world) if enabled else None
 
     @property
@@ -77,7 +80,8 @@ class Timeline:
     def measure_span(
         self, activity: str, *, step: int | None = None, version: int | None = None
     ) -> AbstractContextManager[None]:
-        """Measure the body as a span: `with timeline.measure_span("train", step=3): …`. Written also if the body raises."""
+        """Measure the body as a span: `with timeline.measure_span("train", step=3): …`. Written
+        also if the body raises."""
         return nullcontext() if self._file is None else self._record_span(activity, step, version)
 
     @contextmanager
@@ -88,7 +92,9 @@ class Timeline:
         finally:
             self.add_span(activity, start, self._clock(), step=step, version=version)
 
-    def add_span(self, activity: str, start: float, end: float, *, actor: str = "", **facts: Any) -> None:
+    def add_span(
+        self, activity: str, start: float, end: float, *, actor: str = "", **facts: Any
+    ) -> None:
         """Write a span that was measured elsewhere.
 
         Args:
@@ -99,7 +105,9 @@ class Timeline:
             **facts: Further fields of `Span`.
         """
         if self._file is not None:
-            self._file.append(msgspec.json.encode(Span(actor or self.actor, activity, start, end, **facts)))
+            self._file.append(
+                msgspec.json.encode(Span(actor or self.actor, activity, start, end, **facts))
+            )
 
 
 def read_timeline(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[Span]:

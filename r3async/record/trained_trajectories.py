@@ -29,7 +29,8 @@ PER_ENVIRONMENT_METRICS = (
     "episode/turns_mean",
     "episode/ended_error",
 )
-"""Metrics that `compute_environment_metrics` returns for each environment, besides those that it reported itself."""
+"""Metrics that `compute_environment_metrics` returns for each environment, besides those that it
+reported itself."""
 
 
 def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -37,7 +38,8 @@ def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
 
     A trajectory without turns stands for a failed episode: only its ending counts.
     """
-    played, nobody = [t for t in trajectories if t.turns], [math.nan]
+    played = [t for t in trajectories if t.turns]
+    nobody = [math.nan]
     rewards = [t.reward for t in played] or nobody
     groups: dict[int, list[float]] = {}
     for t in played:
@@ -47,7 +49,9 @@ def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
     return {
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
-        "reward/std_in_group": float(np.mean([float(np.std(group)) for group in groups.values()] or nobody)),
+        "reward/std_in_group": float(
+            np.mean([float(np.std(group)) for group in groups.values()] or nobody)
+        ),
         "reward/max": float(np.max(rewards)),
         "response_length/mean": float(np.mean(lengths)),
         "response_length/p95": float(np.percentile(lengths, 95)),
@@ -60,7 +64,9 @@ def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
     }
 
 
-def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequence[str]) -> dict[str, float]:
+def compute_environment_metrics(
+    trajectories: Sequence[Trajectory], labels: Sequence[str]
+) -> dict[str, float]:
     """Compute the metrics of each environment of a mix, as `env/LABEL/NAME`.
 
     An environment without trajectories has none, and neither has the only environment of a run.
@@ -70,9 +76,16 @@ def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequ
         own = [t for t in trajectories if split_seed(t.task_seed, len(labels))[0] == entry]
         if not own:
             continue
-        told, played = compute_episode_metrics(own), [t for t in own if t.turns]
-        kept = {name.replace("/", "_"): told[name] for name in PER_ENVIRONMENT_METRICS if not math.isnan(told[name])}
-        kept |= {name.removeprefix("env/"): value for name, value in _average_env_metrics(played).items()}
+        told = compute_episode_metrics(own)
+        played = [t for t in own if t.turns]
+        kept = {
+            name.replace("/", "_"): told[name]
+            for name in PER_ENVIRONMENT_METRICS
+            if not math.isnan(told[name])
+        }
+        kept |= {
+            name.removeprefix("env/"): value for name, value in _average_env_metrics(played).items()
+        }
         kept["episodes"] = float(len(own))
         metrics |= {f"env/{label}/{name}": value for name, value in kept.items()}
     return metrics
@@ -80,7 +93,9 @@ def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequ
 
 def is_truncated(trajectory: Trajectory) -> bool:
     """Return True if one of the answers was truncated, or the context was full."""
-    return trajectory.stop_reason == "length" or any(turn.stop_reason == "length" for turn in trajectory.turns)
+    return trajectory.stop_reason == "length" or any(
+        turn.stop_reason == "length" for turn in trajectory.turns
+    )
 
 
 def _average_env_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
@@ -96,7 +111,9 @@ def _average_env_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
     return means | {f"{name}/std": float(np.std(values)) for name, values in told.items()}
 
 
-def select_previews(trajectories: Sequence[Trajectory], labels: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+def select_previews(
+    trajectories: Sequence[Trajectory], labels: Sequence[str] = ("",)
+) -> list[dict[str, Any]]:
     """Return the first few trajectories that carry their conversation, for `episodes.jsonl`.
 
     `labels` are the labels of the environments of a mix.
@@ -137,8 +154,11 @@ class TrainedStep(msgspec.Struct, frozen=True):
     newest: list[int] = []
 
 
-def make_trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]], lineage: int = 0) -> TrainedStep:
-    """Build the line of a step. `version` and `lineage` are those of the weights that the step changed."""
+def make_trained_step(
+    step: int, version: int, groups: Sequence[Sequence[Trajectory]], lineage: int = 0
+) -> TrainedStep:
+    """Build the line of a step. `version` and `lineage` are those of the weights that
+    the step changed."""
     members = [t for group in groups for t in group]
     return TrainedStep(
         step,

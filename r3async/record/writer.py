@@ -1,7 +1,8 @@
 """Writers of the records of a step.
 
-These are its row of `metrics.jsonl`, written once the step's weights are installed, example episodes, and a line of
-`trained.jsonl` with the trajectories that it trained. `metrics.py` describes each metric.
+These are its row of `metrics.jsonl`, written once the step's weights are installed, example
+episodes, and a line of `trained.jsonl` with the trajectories that it trained. `metrics.py`
+describes each metric.
 """
 
 from __future__ import annotations
@@ -45,13 +46,20 @@ class MetricsFile:
         self._file = AppendFile(Path(run_dir) / "metrics.jsonl", world=world)
 
     def write(self, row: Mapping[str, Any]) -> list[str]:
-        """Append the row of one step. Non-finite values are written as null, and their names returned: they need
-        attention.
+        """Append the row of one step. Non-finite values are written as null, and their names
+        returned: they need attention.
 
         Raises `TypeError` for a value that is not a number, text or None.
         """
-        plain = {k: v if isinstance(v, (int, float, str, type(None))) else _to_number(v) for k, v in row.items()}
-        odd = [name for name, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
+        plain = {
+            k: v if isinstance(v, (int, float, str, type(None))) else _to_number(v)
+            for k, v in row.items()
+        }
+        odd = [
+            name
+            for name, value in plain.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
         self._file.append(_encoder.encode({**plain, **dict.fromkeys(odd)}))
         return odd
 
@@ -70,18 +78,23 @@ class DeviceCounts(NamedTuple):
 
     @staticmethod
     def from_config(config: Config, generators: int = 0) -> DeviceCounts:
-        """Count the devices of `generators` generators (0: as configured), even if one of them is just restarting."""
+        """Count the devices of `generators` generators (0: as configured), even if one of them is
+        just restarting."""
         workers = int(config.generator.engine_args.get("tensor_parallel_size", 1))
-        return DeviceCounts((generators or config.generator.count) * workers, config.learner.parallel.world_size)
+        return DeviceCounts(
+            (generators or config.generator.count) * workers, config.learner.parallel.world_size
+        )
 
 
 ONE_DEVICE_EACH = DeviceCounts()
 
 
 class StepWriter:
-    """The writer of step rows: it keeps the learner's metrics until those of the weight delivery are known.
+    """The writer of step rows: it keeps the learner's metrics until those of the weight
+    delivery are known.
 
-    `report_event(event, **fields)` is called for metrics that are not finite. Rates are per wall time between two rows.
+    `report_event(event, **fields)` is called for metrics that are not finite. Rates are per wall
+    time between two rows.
     """
 
     def __init__(
@@ -93,11 +106,15 @@ class StepWriter:
         world: World = REAL_WORLD,
         clock: Callable[[], float] | None = None,
     ):
-        self._writer, self.devices = MetricsFile(run_dir, world=world), devices
+        self._writer = MetricsFile(run_dir, world=world)
+        self.devices = devices
         self._episodes = AppendFile(run_dir / EPISODES_FILE, world=world)
-        self._report, self._clock, self._time = report_event, clock or world.clock.monotonic, world.clock.time
+        self._report = report_event
+        self._clock = clock or world.clock.monotonic
+        self._time = world.clock.time
         self._pending: list[dict[str, Any]] = []
-        self._written_at, self._tokens = self._clock(), 0
+        self._written_at = self._clock()
+        self._tokens = 0
         self._cpu: Mapping[str, float] = {}
         self._stages: Mapping[str, float] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_ROWS)
@@ -116,7 +133,8 @@ class StepWriter:
         return [dict(row) for row in self._pending]
 
     def restore_pending(self, pending: Sequence[dict[str, Any]], generated_tokens: int) -> None:
-        """Restore the state of a checkpoint: the rows that are still to be written, and the tokens generated so far."""
+        """Restore the state of a checkpoint: the rows that are still to be written, and the tokens
+        generated so far."""
         self._pending = [dict(row) for row in pending]
         self._tokens = generated_tokens
 
@@ -128,19 +146,32 @@ class StepWriter:
     def is_empty(self) -> bool:
         return not self._pending
 
-    def add(self, step: int, version: int, metrics: dict[str, Any], previews: Sequence[dict[str, Any]]) -> None:
-        """Add the metrics of a step that produced `version`. Episode previews are written at once."""
+    def add(
+        self, step: int, version: int, metrics: dict[str, Any], previews: Sequence[dict[str, Any]]
+    ) -> None:
+        """Add the metrics of a step that produced `version`. Episode previews are
+        written at once."""
         self._pending.append({"step": step, "version": version, **metrics})
         for preview in previews:
             rewards = preview["rewards"]
             answered = zip(_split_turns(preview["messages"], len(rewards)), rewards, strict=False)
-            turns = [{"user": asked, "assistant": answer, "reward": reward} for (asked, answer), reward in answered]
-            told = {"step": step, "trajectory": preview["trajectory"], "reward": preview["reward"], "turns": turns}
-            named = {"environment": label} if (label := preview.get("environment")) else {}
+            turns = [
+                {"user": asked, "assistant": answer, "reward": reward}
+                for (asked, answer), reward in answered
+            ]
+            told = {
+                "step": step,
+                "trajectory": preview["trajectory"],
+                "reward": preview["reward"],
+                "turns": turns,
+            }
+            label = preview.get("environment")
+            named = {"environment": label} if label else {}
             self._episodes.append(msgspec.json.encode(told | named))
 
     def update_pending(self, version: int, metrics: dict[str, Any]) -> None:
-        """Add metrics that became known later to the pending row of the last step that produced `version`."""
+        """Add metrics that became known later to the pending row of the last step that
+        produced `version`."""
         [row for row in self._pending if row["version"] == version][-1].update(metrics)
 
     def write_delivered(
@@ -157,11 +188,14 @@ class StepWriter:
             version: Version of the weights that were delivered.
             generated_tokens: Tokens generated since the run began.
             metrics: Metrics of the delivery, added to every row.
-            cpu_seconds: Total processor time of all processes but the learner, by role, since counting began.
+            cpu_seconds: Total processor time of all processes but the learner, by role,
+                since counting began.
             stage_seconds: Total time of these processes by stage, by metric name.
         """
         with stage("metrics"):
-            self._write_rows(version, generated_tokens, metrics, cpu_seconds or {}, stage_seconds or {})
+            self._write_rows(
+                version, generated_tokens, metrics, cpu_seconds or {}, stage_seconds or {}
+            )
 
     def _write_rows(
         self,
@@ -181,28 +215,38 @@ class StepWriter:
         rates = {
             "throughput/generated_tokens_per_second": generated / seconds,
             "throughput/trained_tokens_per_second": trained / seconds,
-            "throughput/generated_tokens_per_second_per_device": generated / seconds / self.devices.engines,
-            "throughput/trained_tokens_per_second_per_device": trained / seconds / self.devices.learner,
+            "throughput/generated_tokens_per_second_per_device": generated
+            / seconds
+            / self.devices.engines,
+            "throughput/trained_tokens_per_second_per_device": trained
+            / seconds
+            / self.devices.learner,
         }
         if ready:
-            rates |= self._compute_cpu_seconds(ready, cpu, generated) | self._compute_stage_seconds(len(ready), stages)
-            self._written_at, self._tokens = now, generated_tokens
+            rates |= self._compute_cpu_seconds(ready, cpu, generated) | self._compute_stage_seconds(
+                len(ready), stages
+            )
+            self._written_at = now
+            self._tokens = generated_tokens
         for row in ready:
             row |= {"time": self._time(), **rates, **metrics}
             odd = self._writer.write(row)
-            if odd and explain_no_update(row) != ALL_EPISODES_FAILED:  # such a step has no episode to average over
+            # Such a step has no episode to average over.
+            if odd and explain_no_update(row) != ALL_EPISODES_FAILED:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
             self._recent.append(row)
 
     def _compute_stage_seconds(self, rows: int, stages: Mapping[str, float]) -> dict[str, float]:
         """Return the time by stage since the previous rows, divided evenly over `rows` rows."""
-        before, self._stages = self._stages, dict(stages)
+        before = self._stages
+        self._stages = dict(stages)
         return {name: (seconds - before.get(name, 0.0)) / rows for name, seconds in stages.items()}
 
     def _compute_cpu_seconds(
         self, rows: Sequence[dict[str, Any]], cpu: Mapping[str, float], generated: int
     ) -> dict[str, float]:
-        """Return the processor time since the previous rows, per step by role, and per generated and trained token."""
+        """Return the processor time since the previous rows, per step by role, and per generated
+        and trained token."""
         spent = {role: seconds - self._cpu.get(role, 0.0) for role, seconds in cpu.items()}
         self._cpu = dict(cpu)
         learner = sum(row.get("cpu/learner_seconds", 0.0) for row in rows)
@@ -215,10 +259,11 @@ class StepWriter:
 
 
 def _split_turns(messages: Sequence[Mapping[str, str]], answers: int) -> list[tuple[str, str]]:
-    """Split a conversation into turns, each a prompt and an answer. Several messages before an answer form one prompt.
+    """Split a conversation into turns, each a prompt and an answer. Several messages before an
+    answer form one prompt.
 
-    `answers` is the number of the policy's answers: the last assistant messages. Earlier assistant messages are part of
-    the first prompt.
+    `answers` is the number of the policy's answers: the last assistant messages. Earlier assistant
+    messages are part of the first prompt.
     """
     turns: list[tuple[str, str]] = []
     asked: list[str] = []

@@ -1,4 +1,5 @@
-"""The multi-turn rollout loop, token-in/token-out, and the function that builds its configured engine."""
+"""The multi-turn rollout loop, token-in/token-out, and the function that builds its
+configured engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Records a decoder's activations stage by stage, with hooks that work on vLLM, transformers and Megatron models.
+"""Records a decoder's activations stage by stage, with hooks that work on vLLM, transformers and
+Megatron models.
 
-A stage is named by layer and part: `3.attention.in` is the input of the fourth layer's attention, `3.attention.out` its
-output. The model's computation is not changed, and all hooks are removed at the end.
+A stage is named by layer and part: `3.attention.in` is the input of the fourth layer's
+attention, `3.attention.out` its output. The model's computation is not changed, and all hooks
+are removed at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NORM_NAMES = {"input_norm": ("input_layernorm",), "post_norm": ("post_attention_layernorm", "pre_mlp_layernorm")}
+NORM_NAMES = {
+    "input_norm": ("input_layernorm",),
+    "post_norm": ("post_attention_layernorm", "pre_mlp_layernorm"),
+}
 PART_NAMES = {"attention": ("self_attn", "self_attention"), "mlp": ("mlp", "block_sparse_moe")}
 """Parts of a layer, each with the attribute names that models give it."""
 
@@ -26,30 +31,35 @@ class ActivationRecorder:
 
     It serves one request at a time: rows are in the order of the forward passes.
 
-    Stages: `embedding.out`; for each layer `input_norm`, `attention`, `post_norm` and `mlp`, each with `.in` and
-    `.out`; for a mixture of experts also `router.out` (logits `[T, experts]`), `choice.out` (ids `[T, K]`) and
-    `gates.out` `[T, K]`, where they exist; then `final_norm.in` and `.out`. The input of a norm is the residual stream.
-    All other stages are `[T, hidden]`.
+    Stages: `embedding.out`; for each layer `input_norm`, `attention`, `post_norm` and `mlp`, each
+    with `.in` and `.out`; for a mixture of experts also `router.out` (logits `[T, experts]`),
+    `choice.out` (ids `[T, K]`) and `gates.out` `[T, K]`, where they exist; then `final_norm.in` and
+    `.out`. The input of a norm is the residual stream. All other stages are `[T, hidden]`.
 
     Raises `ActivationError` for a model without a list of layers.
     """
 
     def __init__(self, model: nn.Module):
-        decoder = next((m for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)), None)
+        decoder = next(
+            (m for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)),
+            None,
+        )
         if decoder is None:
             raise ActivationError(f"{type(model).__name__} has no list of decoder layers")
         self.dtype = ""
         """Name of the dtype of the embedding's output; "" before the first pass."""
         self._rows_by_name: dict[str, list[Tensor]] = {}
         self._undo_hooks: list[Callable[[], object]] = []
-        if (embedding := _find_module(decoder, "embed_tokens") or _find_module(model, "embedding")) is not None:
+        embedding = _find_module(decoder, "embed_tokens") or _find_module(model, "embedding")
+        if embedding is not None:
             self._undo_hooks.append(embedding.register_forward_hook(self._record_embedding).remove)
         for index, layer in enumerate(decoder.layers):
             for stage, names in NORM_NAMES.items():
                 self._hook_norm(f"{index}.{stage}", _find_module(layer, *names))
             for stage, names in PART_NAMES.items():
                 self._hook_part(f"{index}.{stage}", _find_module(layer, *names))
-            if (mlp := _find_module(layer, *PART_NAMES["mlp"])) is not None:
+            mlp = _find_module(layer, *PART_NAMES["mlp"])
+            if mlp is not None:
                 self._hook_router(str(index), mlp)
         self._hook_norm("final_norm", _find_module(decoder, "norm", "final_layernorm"))
 
@@ -58,11 +68,14 @@ class ActivationRecorder:
         for undo in self._undo_hooks:
             undo()
         self._undo_hooks.clear()
-        seen, self._rows_by_name = self._rows_by_name, {}
+        seen = self._rows_by_name
+        self._rows_by_name = {}
         return {name: torch.cat(rows) for name, rows in seen.items()}
 
     def _record_rows(self, name: str, value: Tensor) -> None:
-        kept = value.detach().to("cpu", torch.float32 if value.is_floating_point() else torch.int64, copy=True)
+        kept = value.detach().to(
+            "cpu", torch.float32 if value.is_floating_point() else torch.int64, copy=True
+        )
         self._rows_by_name.setdefault(name, []).append(kept.reshape(-1, kept.shape[-1]))
 
     def _record_embedding(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -71,7 +84,8 @@ class ActivationRecorder:
 
     def _hook_norm(self, name: str, module: nn.Module | None) -> None:
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            # vLLM's norm first adds its input to the residual stream, then normalises it, and returns both.
+            # vLLM's norm first adds its input to the residual stream, then normalises it,
+            # and returns both.
             fused = isinstance(out, tuple)
             self._record_rows(f"{name}.in", out[1] if fused else _first_float_tensor(args, kwargs))
             self._record_rows(f"{name}.out", _first_output(out))
@@ -87,26 +101,38 @@ class ActivationRecorder:
             self._record_rows(f"{name}.out", _first_output(out))
 
         if module is not None:
-            self._undo_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo_hooks.append(
+                module.register_forward_pre_hook(before, with_kwargs=True).remove
+            )
             self._undo_hooks.append(module.register_forward_hook(after).remove)
 
     def _hook_router(self, layer: str, mlp: nn.Module) -> None:
         chooser = getattr(getattr(mlp, "experts", None), "router", None)
         if hasattr(chooser, "select_experts"):  # vLLM's router is no module
             self._wrap_method(
-                chooser, "select_experts", lambda out, kwargs: self._record_choice(layer, kwargs["router_logits"], *out)
+                chooser,
+                "select_experts",
+                lambda out, kwargs: self._record_choice(layer, kwargs["router_logits"], *out),
             )
-        elif (router := _find_module(mlp, "router")) is not None:  # Megatron's router has a column for each expert
-            self._wrap_method(router, "gating", lambda out, kwargs: self._record_rows(f"{layer}.router.out", out))
+        elif (router := _find_module(mlp, "router")) is not None:
+            # Megatron's router has a column for each expert.
+            self._wrap_method(
+                router, "gating", lambda out, kwargs: self._record_rows(f"{layer}.router.out", out)
+            )
             self._undo_hooks.append(
-                router.register_forward_hook(lambda m, a, out: self._record_routing_map(layer, *out)).remove
+                router.register_forward_hook(
+                    lambda m, a, out: self._record_routing_map(layer, *out)
+                ).remove
             )
         elif (gate := _find_module(mlp, "gate")) is not None:
             hook = lambda m, a, out: self._record_choice(layer, out[0], *out[1:])  # noqa: E731
             self._undo_hooks.append(gate.register_forward_hook(hook).remove)
 
-    def _wrap_method(self, owner: Any, name: str, record: Callable[[Any, dict[str, Any]], None]) -> None:
-        """Call `record(result, keyword arguments)` after each call of that method, until `finish_recording`."""
+    def _wrap_method(
+        self, owner: Any, name: str, record: Callable[[Any, dict[str, Any]], None]
+    ) -> None:
+        """Call `record(result, keyword arguments)` after each call of that method, until
+        `finish_recording`."""
         method = getattr(owner, name)
 
         def seen(*args: Any, **kwargs: Any) -> Any:
@@ -140,4 +166,6 @@ def _first_output(out: Any) -> Tensor:
 
 def _first_float_tensor(args: Any, kwargs: Any) -> Tensor:
     """Return the first argument that is a floating-point tensor; positions are integers."""
-    return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())
+    return next(
+        a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()
+    )

@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 
 
 async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTask) -> Trajectory:
-    """Open a session for the episode and let the agent play it until it ends, or until `episode.timeout` is over.
+    """Open a session for the episode and let the agent play it until it ends, or until
+    `episode.timeout` is over.
 
-    An agent that fails because it was refused more turns or a longer context has played its episode, if the reward is
-    known. Otherwise its exception is raised. Raises `EpisodeError` for an episode without an answer or a reward, and
-    the engine's error if the engine failed, whatever the agent made of it. Cancelling takes the episode from the agent.
+    An agent that fails because it was refused more turns or a longer context has played its
+    episode, if the reward is known. Otherwise its exception is raised. Raises `EpisodeError` for an
+    episode without an answer or a reward, and the engine's error if the engine failed, whatever the
+    agent made of it. Cancelling takes the episode from the agent.
     """
     session = server.open_session(task)
-    settings, reason = server.settings, "stop"
+    settings = server.settings
+    reason = "stop"
     reward: float | None = None
     error: Exception | None = None
     try:
@@ -60,10 +63,12 @@ async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTa
             raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
     if reason == "timeout" and not session.has_effective_reward:
         raise EpisodeError(
-            f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
-            f"agent had {session.turn_count} answers"
+            f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s "
+            f"and has no reward; the agent had {session.turn_count} answers"
         )
-    return session.build_trajectory((session.exceeded_limit or reason) if reason == "stop" else reason)
+    return session.build_trajectory(
+        (session.exceeded_limit or reason) if reason == "stop" else reason
+    )
 
 
 @contextlib.asynccontextmanager
@@ -79,22 +84,31 @@ async def open_agent_player(
     directory: Path | None = None,
     world: World = REAL_WORLD,
 ) -> AsyncIterator[PlayEpisode | None]:
-    """Serve the endpoint and yield the function that plays episodes of `env`, or None if `env` is an environment.
+    """Serve the endpoint and yield the function that plays episodes of `env`, or None if `env`
+    is an environment.
 
-    The endpoint is up for an agent, and for an environment if `serving.enabled`. If `serving.enabled`, its address is
-    written to `directory/serving-ID.json`, readable by its owner only. The file holds the token if it was generated
-    here; a token set with `serving.token` is written nowhere.
+    The endpoint is up for an agent, and for an environment if `serving.enabled`. If
+    `serving.enabled`, its address is written to `directory/serving-ID.json`, readable by its owner
+    only. The file holds the token if it was generated here; a token set with `serving.token` is
+    written nowhere.
     """
     agent = make_agent(env) if is_agent(env) else None
     if agent is None and not serving.enabled:
         yield None
         return
-    # Imported here because aiohttp takes a while to import, and commands that serve nothing import this module too.
+    # Imported here because aiohttp takes a while to import, and commands that serve nothing import
+    # this module too.
     from r3async.rollout.endpoint.server import AgentServer
 
     clock = world.clock.time
     server = AgentServer(
-        engine, renderer, episode, serving, generator_id=generator_id, report_event=report_event, clock=clock
+        engine,
+        renderer,
+        episode,
+        serving,
+        generator_id=generator_id,
+        report_event=report_event,
+        clock=clock,
     )
     await server.start()
     _bypass_proxy(str(urlsplit(server.base_url).hostname))
@@ -124,7 +138,9 @@ def _bypass_proxy(host: str) -> None:
             os.environ[name] = ",".join([*known, host])
 
 
-async def _write_private_file(path: Path, data: bytes, report_event: EventReporter, world: World) -> None:
+async def _write_private_file(
+    path: Path, data: bytes, report_event: EventReporter, world: World
+) -> None:
     """Write a file that only its owner can read, retrying until the disk accepts it."""
     failed = False
     while True:

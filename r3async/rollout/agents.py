@@ -1,9 +1,10 @@
-"""Agents that play episodes in place of an environment: a Python function, a command, or an outside client.
+"""Agents that play episodes in place of an environment: a Python function, a command, or
+an outside client.
 
-`env.name = "agent:module:function"` calls `function(base_url, api_key, task_seed, **env.args)` once per episode, in a
-separate thread if it is not `async`; its return value, if any, is the reward. `env.name = "agent-command"` runs
-`env.args.command` once per episode. `env.name = "agent-outside"` waits until a client with the token requests an
-episode.
+`env.name = "agent:module:function"` calls `function(base_url, api_key, task_seed, **env.args)` once
+per episode, in a separate thread if it is not `async`; its return value, if any, is the reward.
+`env.name = "agent-command"` runs `env.args.command` once per episode. `env.name = "agent-outside"`
+waits until a client with the token requests an episode.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 
 FUNCTION_AGENT_PREFIX = "agent:"
-COMMAND_AGENT, OUTSIDE_AGENT = "agent-command", "agent-outside"
+COMMAND_AGENT = "agent-command"
+OUTSIDE_AGENT = "agent-outside"
 AGENT_NAMES = (COMMAND_AGENT, OUTSIDE_AGENT)
 OUTPUT_TAIL_BYTES = 16_384
 TERMINATION_SECONDS = 5.0
@@ -44,7 +46,8 @@ PIPE_CAPACITY_BYTES = 2**20
 
 PlayEpisode = Callable[[EpisodeTask], Awaitable[Trajectory]]
 PlayAgent = Callable[["AgentServer", AgentSession], Awaitable[float | None]]
-"""Coroutine function that plays one episode and returns its reward, or None if it does not know it."""
+"""Coroutine function that plays one episode and returns its reward, or None if it
+does not know it."""
 
 
 def is_agent(env: EnvConfig) -> bool:
@@ -53,7 +56,8 @@ def is_agent(env: EnvConfig) -> bool:
 
 
 def make_agent(env: EnvConfig) -> PlayAgent:
-    """Return the agent that plays `env`'s episodes. Raises `ConfigError` for an unknown name or wrong `env.args`."""
+    """Return the agent that plays `env`'s episodes. Raises `ConfigError` for an unknown name or
+    wrong `env.args`."""
     if env.name.startswith(FUNCTION_AGENT_PREFIX):
         return FunctionAgent(env)
     if env.name == COMMAND_AGENT:
@@ -62,18 +66,22 @@ def make_agent(env: EnvConfig) -> PlayAgent:
         if env.args:
             raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
         return play_outside
-    hint = did_you_mean(env.name, AGENT_NAMES, f"there are agent:module:function, {', '.join(AGENT_NAMES)}")
+    hint = did_you_mean(
+        env.name, AGENT_NAMES, f"there are agent:module:function, {', '.join(AGENT_NAMES)}"
+    )
     raise ConfigError(f"`env.name` = {env.name!r}: no such agent; {hint}")
 
 
 class FunctionAgent:
     """A user's function that knows nothing of r3async.
 
-    A call raises `EpisodeError` if the function exits the interpreter, and otherwise whatever the function raises.
+    A call raises `EpisodeError` if the function exits the interpreter, and otherwise whatever the
+    function raises.
     """
 
     def __init__(self, env_config: EnvConfig):
-        name, args = env_config.name, env_config.args
+        name = env_config.name
+        args = env_config.args
         path = name.removeprefix(FUNCTION_AGENT_PREFIX)
         if ":" not in path:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
@@ -84,7 +92,8 @@ class FunctionAgent:
             raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error
         except TypeError as error:
             raise ConfigError(
-                f"`env.name` = {name!r} is called with base_url, api_key, task_seed and `env.args`: {error}"
+                f"`env.name` = {name!r} is called with base_url, api_key, task_seed and "
+                f"`env.args`: {error}"
             ) from error
         self._env_config = env_config
 
@@ -99,14 +108,19 @@ class FunctionAgent:
             try:
                 return await self._function(**arguments)
             except SystemExit as error:  # it would end this process, and every episode in it
-                raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
-        return await run_in_thread(lambda: self._function(**arguments), name=session.task.trajectory_id)
+                raise EpisodeError(
+                    f"the agent of {session.task.trajectory_id} ended with {error!r}"
+                ) from error
+        return await run_in_thread(
+            lambda: self._function(**arguments), name=session.task.trajectory_id
+        )
 
 
 async def run_in_thread(work: Callable[[], Any], name: str) -> Any:
     """Run `work()` in a new thread and return its result.
 
-    A blocked agent cannot be interrupted: if this call is cancelled, the thread goes on and nobody waits for it.
+    A blocked agent cannot be interrupted: if this call is cancelled, the thread goes on and
+    nobody waits for it.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -140,11 +154,17 @@ def _parse_command_args(args: Mapping[str, Any]) -> dict[str, Any]:
     command = args.get("command")
     if unknown:
         raise ConfigError(
-            f"`env.args.{min(unknown)}`: agent-command takes `command`, and may take `directory` and `environment`"
+            f"`env.args.{min(unknown)}`: agent-command takes `command`, and may take `directory` "
+            "and `environment`"
         )
-    if not isinstance(command, list) or not command or not all(isinstance(word, str | Secret) for word in command):
+    if (
+        not isinstance(command, list)
+        or not command
+        or not all(isinstance(word, str | Secret) for word in command)
+    ):
         raise ConfigError(
-            f'`env.args.command` = {command!r} must be a list of words, for example ["python", "agent.py"]'
+            f"`env.args.command` = {command!r} must be a list of words, for example "
+            '["python", "agent.py"]'
         )
     if shutil.which(str(command[0]), path=_build_search_path()) is None:
         raise ConfigError(f"`env.args.command`: there is no program {command[0]!r}")
@@ -152,25 +172,29 @@ def _parse_command_args(args: Mapping[str, Any]) -> dict[str, Any]:
     if directory and not Path(directory).is_dir():
         raise ConfigError(f"`env.args.directory` = {directory!r} is not a directory")
     environment = args.get("environment", {})
-    if not isinstance(environment, Mapping) or not all(isinstance(v, Secret) for v in environment.values()):
+    if not isinstance(environment, Mapping) or not all(
+        isinstance(v, Secret) for v in environment.values()
+    ):
         raise ConfigError("`env.args.environment` must be a table of texts")
     return {"command": command, "directory": directory, "environment": environment}
 
 
 def _build_search_path() -> str:
-    """Return PATH behind the running interpreter's directory, so that `python` is the one that has our packages."""
+    """Return PATH behind the running interpreter's directory, so that `python` is the one that
+    has our packages."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 class CommandAgent:
     """A program that is run once per episode.
 
-    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and R3ASYNC_TASK_SEED, besides
-    `environment` and the variables of this process that `filter_variables(variables)` lets through.
+    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and
+    R3ASYNC_TASK_SEED, besides `environment` and the variables of this process that
+    `filter_variables(variables)` lets through.
 
-    The reward is the last line of its output, if that is `{"reward": x}`. A call raises `EpisodeError` with the end of
-    the program's stderr if it exits with a code other than 0. When the program exits, and when the call is cancelled,
-    all processes that it started are ended.
+    The reward is the last line of its output, if that is `{"reward": x}`. A call raises
+    `EpisodeError` with the end of the program's stderr if it exits with a code other than 0. When
+    the program exits, and when the call is cancelled, all processes that it started are ended.
     """
 
     def __init__(
@@ -180,14 +204,18 @@ class CommandAgent:
         environment: Mapping[str, Secret] | None = None,
         variables: Sequence[str] = (),
     ):
-        self._command, self._directory = list(command), directory or None
+        self._command = list(command)
+        self._directory = directory or None
         self._inherited_variables = list(variables)
         self._extra_environment = dict(environment or {})
 
     async def __call__(self, server: AgentServer, session: AgentSession) -> float | None:
         first, *words = reveal_secrets(self._command, "env.args.command")
         program = shutil.which(first, path=_build_search_path()) or first
-        with contextlib.closing(_OutputTail()) as output, contextlib.closing(_OutputTail()) as errors:
+        with (
+            contextlib.closing(_OutputTail()) as output,
+            contextlib.closing(_OutputTail()) as errors,
+        ):
             running = KeptProgram(
                 [program, *words],
                 grace=TERMINATION_SECONDS,
@@ -199,21 +227,26 @@ class CommandAgent:
             try:
                 code = await running.wait_async()
                 # Read before the program's other processes are terminated, which may write too.
-                said, complained = output.read(), errors.read()
+                said = output.read()
+                complained = errors.read()
             finally:
                 await running.end_async()
         if code:
             output_end = (complained.strip() or said.strip() or "no output")[-1000:]
             *before, last = output_end.splitlines()  # the last line of a traceback names the error
             raise EpisodeError(
-                "\n".join([f"{' '.join(map(str, self._command))!r} exited with {code}: {last}", *before])
+                "\n".join(
+                    [f"{' '.join(map(str, self._command))!r} exited with {code}: {last}", *before]
+                )
             )
         return parse_last_reward(said)
 
     def _build_environment(self, server: AgentServer, session: AgentSession) -> dict[str, str]:
         host = urlsplit(server.base_url).hostname or ""
         # The endpoint is on this machine: the program must not reach it through a proxy.
-        direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
+        direct = ",".join(
+            filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host])
+        )
         return {
             **filter_variables(self._inherited_variables),
             "PATH": _build_search_path(),
@@ -231,7 +264,8 @@ class CommandAgent:
 class _OutputTail:
     """A pipe that keeps the last `OUTPUT_TAIL_BYTES` written to it.
 
-    It does not wait for end-of-file: a process that the program started may hold the write end open for ever.
+    It does not wait for end-of-file: a process that the program started may hold the write
+    end open for ever.
     """
 
     def __init__(self) -> None:
@@ -266,7 +300,8 @@ def parse_last_reward(output: str) -> float | None:
 
 
 async def play_outside(server: AgentServer, session: AgentSession) -> float | None:
-    """Offer the session to outside clients and wait until the one that takes it, with the token, has closed it."""
+    """Offer the session to outside clients and wait until the one that takes it, with the
+    token, has closed it."""
     server.offer_session(session)
     await session.closed.wait()
     return None

@@ -11,8 +11,8 @@ from r3async.world import EventReporter
 from r3async.world.real import REAL_WORLD
 
 BLOCKING_SECONDS = 0.5
-"""Seconds that a call may run between two waits before it is reported. Meanwhile all episodes of the generator, its
-leases and its heartbeat wait."""
+"""Seconds that a call may run between two waits before it is reported. Meanwhile all episodes of
+the generator, its leases and its heartbeat wait."""
 
 T = TypeVar("T")
 
@@ -20,21 +20,27 @@ T = TypeVar("T")
 class BlockingDetector:
     """A detector of environments that block the event loop.
 
-    `report_event` gets each environment's first blocking stretch, and then each stretch that took twice as
-    long as any before it.
+    `report_event` gets each environment's first blocking stretch, and then each stretch that took
+    twice as long as any before it.
     """
 
-    def __init__(self, report_event: EventReporter, clock: Callable[[], float] = REAL_WORLD.clock.time):
-        self._report_event, self._clock = report_event, clock
+    def __init__(
+        self, report_event: EventReporter, clock: Callable[[], float] = REAL_WORLD.clock.time
+    ):
+        self._report_event = report_event
+        self._clock = clock
         self._longest_seconds: dict[str, float] = {}
 
     async def run(self, environment: object, method: str, call: Awaitable[T]) -> T:
-        """Await `call`, a call of `method` of `environment`, and return its result or raise its exception."""
+        """Await `call`, a call of `method` of `environment`, and return its result or
+        raise its exception."""
         if not asyncio.iscoroutine(call):
             return await call
         kind = type(environment)
         return await _TimedAwaitable(
-            call, self._clock, lambda took: self._record_stretch(f"{kind.__module__}:{kind.__name__}", method, took)
+            call,
+            self._clock,
+            lambda took: self._record_stretch(f"{kind.__module__}:{kind.__name__}", method, took),
         )
 
     def _record_stretch(self, name: str, method: str, seconds: float) -> None:
@@ -46,19 +52,28 @@ class BlockingDetector:
             environment=name,
             method=method,
             seconds=round(seconds, 2),
-            remedy="make reset and step plain `def`, so that they run in other processes, or await what takes time",
+            remedy=(
+                "make reset and step plain `def`, so that they run in other processes, or "
+                "await what takes time"
+            ),
         )
 
 
 class _TimedAwaitable(Awaitable[T]):
-    """A coroutine with a timer: `record_seconds` gets the seconds of each stretch in which it did not wait."""
+    """A coroutine with a timer: `record_seconds` gets the seconds of each stretch in which
+    it did not wait."""
 
-    def __init__(self, call: Any, clock: Callable[[], float], record_seconds: Callable[[float], None]):
-        self._call, self._clock, self._record_seconds = call, clock, record_seconds
+    def __init__(
+        self, call: Any, clock: Callable[[], float], record_seconds: Callable[[float], None]
+    ):
+        self._call = call
+        self._clock = clock
+        self._record_seconds = record_seconds
 
     def __await__(self) -> Generator[Any, Any, T]:
         inner = self._call.__await__()
-        go, given = inner.send, None
+        go = inner.send
+        given = None
         while True:
             began = self._clock()
             try:
@@ -66,10 +81,14 @@ class _TimedAwaitable(Awaitable[T]):
             except StopIteration as ended:
                 return ended.value
             except SystemExit as error:  # it would end this process, and every episode in it
-                raise EnvironmentProtocolError(f"the environment called sys.exit({error.code!r})") from error
+                raise EnvironmentProtocolError(
+                    f"the environment called sys.exit({error.code!r})"
+                ) from error
             finally:
                 self._record_seconds(self._clock() - began)
             try:
-                given, go = (yield waits_for), inner.send
+                given = yield waits_for
+                go = inner.send
             except BaseException as error:  # a cancellation, which is the call's to handle
-                given, go = error, inner.throw
+                given = error
+                go = inner.throw

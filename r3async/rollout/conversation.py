@@ -32,9 +32,10 @@ class Prompt(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: The prompt's tokens, int32 `[P]`; read-only.
         shared_turn: A turn whose sample shares a prefix with the prompt; -1 if none was compared.
-        shared_tokens: Number of leading tokens known to equal those of the sample with the answer of `shared_turn`,
-            else 0.
-        opens_thought: True if the prompt's text ends within a thought, which the template has opened.
+        shared_tokens: Number of leading tokens known to equal those of the sample with the answer
+            of `shared_turn`, else 0.
+        opens_thought: True if the prompt's text ends within a thought, which the
+            template has opened.
     """
 
     token_ids: np.ndarray
@@ -63,16 +64,19 @@ class PromptPiece(msgspec.Struct, frozen=True):
     def find_end(self, rendered: str, at: int) -> int:
         """Return the end of this piece in `rendered` if it begins at `at`, else -1.
 
-        White space that a template adds or strips around an answer is no difference: the answer keeps the model's own.
+        White space that a template adds or strips around an answer is no difference: the answer
+        keeps the model's own.
         """
         if not self.is_sampled:
             return at + len(self.text) if rendered.startswith(self.text, at) else -1
-        stripped, at = self.text.strip(), _skip_whitespace(rendered, at)
+        stripped = self.text.strip()
+        at = _skip_whitespace(rendered, at)
         if not rendered.startswith(stripped, at):
             return -1
         at += len(stripped)
         if not self.stop_text:
-            # A cut answer ends with its own trailing white space, unless the template has stripped that.
+            # A cut answer ends with its own trailing white space, unless the template
+            # has stripped that.
             own = self.text[len(self.text.rstrip()) :]
             return at + len(own) if rendered.startswith(own, at) else at
         at = _skip_whitespace(rendered, at)
@@ -87,7 +91,8 @@ def _skip_whitespace(text: str, at: int) -> int:
 class Conversation:
     """The messages of one episode, and the token ids of its next prompt.
 
-    Each turn calls `build_prompt`, `add_answer`, then `add_messages` (or `replace_messages`). Not for concurrent use.
+    Each turn calls `build_prompt`, `add_answer`, then `add_messages` (or `replace_messages`). Not
+    for concurrent use.
     """
 
     def __init__(
@@ -101,14 +106,21 @@ class Conversation:
         """Begin a conversation with `messages`.
 
         Args:
-            max_tokens: Limit of tokens. A text that must exceed it is not tokenised, but raises `TextTooLongError`.
-            answers_by_text: One dictionary that is shared by all conversations that may repeat each other's answers.
+            max_tokens: Limit of tokens. A text that must exceed it is not tokenised, but raises
+                `TextTooLongError`.
+            answers_by_text: One dictionary that is shared by all conversations that may repeat each
+                other's answers.
         """
-        self.renderer, self.tools, self._max_tokens = renderer, tools, max_tokens
-        self._growing_text = GrowingText(lambda shown: renderer.render(shown, tools), renderer.template_analysis)
-        self._new_messages, self._is_continuation = list(messages), False
-        """Messages that are in no prompt yet, and True if they follow others rather than being the whole
-        conversation."""
+        self.renderer = renderer
+        self.tools = tools
+        self._max_tokens = max_tokens
+        self._growing_text = GrowingText(
+            lambda shown: renderer.render(shown, tools), renderer.template_analysis
+        )
+        self._new_messages = list(messages)
+        self._is_continuation = False
+        """Messages that are in no prompt yet, and True if they follow others rather than being the
+        whole conversation."""
         self._pieces: list[PromptPiece] = []
         self._tokens = GrowingTokens()
         """Tokens of all pieces."""
@@ -116,34 +128,43 @@ class Conversation:
         """Sampled pieces of each answer text, the newest last."""
         self._has_unrendered_answer = False
         """True if the newest piece is an answer that is in no rendered text yet."""
-        self._shared_turn, self._shared_tokens = -1, 0
+        self._shared_turn = -1
+        self._shared_tokens = 0
         """Values of `Prompt.shared_turn` and `Prompt.shared_tokens` for the next prompt."""
 
     @property
     def messages(self) -> list[Message]:
-        return [*(self._growing_text.messages if self._is_continuation else ()), *self._new_messages]
+        return [
+            *(self._growing_text.messages if self._is_continuation else ()),
+            *self._new_messages,
+        ]
 
     def adopt_closest(self, others: Sequence[Conversation]) -> None:
-        """Adopt the tokens of the conversation among `others` that shares the longest prefix with these messages.
+        """Adopt the tokens of the conversation among `others` that shares the longest prefix
+        with these messages.
 
-        Call it before the first `build_prompt`. Among equals the newest, which is the last, is taken. It is for callers
-        that receive whole conversations: requests that branch, run concurrently, or edit history. Raises the errors of
-        `build_prompt`.
+        Call it before the first `build_prompt`. Among equals the newest, which is the last, is
+        taken. It is for callers that receive whole conversations: requests that branch, run
+        concurrently, or edit history. Raises the errors of `build_prompt`.
         """
         rendered, _ = self._render_new()
-        like, kept, furthest = self, self._pieces, 0
+        like = self
+        kept = self._pieces
+        furthest = 0
         for other in others:
             pieces, at = other._match_pieces(rendered)
             if at >= furthest:
-                like, kept, furthest = other, pieces, at
+                like = other
+                kept = pieces
+                furthest = at
         self._adopt_pieces(like, kept)
         self._append_text(rendered, furthest, self._count_later_answers())
 
     def build_prompt(self) -> Prompt:
         """Return the prompt for the next answer.
 
-        Raises `TemplateError` if the template refuses the messages, and `TextTooLongError`; the conversation is then
-        unchanged.
+        Raises `TemplateError` if the template refuses the messages, and `TextTooLongError`; the
+        conversation is then unchanged.
         """
         if self._new_messages or not self._is_continuation:
             spoken = sum(m.role == "assistant" for m in self._new_messages)
@@ -162,12 +183,14 @@ class Conversation:
         thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith(THINK_OPEN_TAG)
         return Prompt(self._tokens.array, self._shared_turn, self._shared_tokens, thinking)
 
-    def add_answer(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
+    def add_answer(
+        self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1
+    ) -> str:
         """Add the answer to the last `build_prompt` and return its text.
 
         Args:
-            message: The message that represents it in the conversation, if not that text (with tool calls parsed, for
-                example).
+            message: The message that represents it in the conversation, if not that text (with tool
+                calls parsed, for example).
             turn: Its turn in the episode's samples (`EpisodeSamples.finish_call`).
         """
         ids = list(token_ids)
@@ -185,7 +208,8 @@ class Conversation:
         self._answers_by_text.setdefault(text, []).append(piece)
         self._new_messages.append(message or Message("assistant", text))
         self._has_unrendered_answer = True
-        self._shared_turn, self._shared_tokens = turn, len(self._tokens) if turn >= 0 else 0
+        self._shared_turn = turn
+        self._shared_tokens = len(self._tokens) if turn >= 0 else 0
         return text
 
     def add_messages(self, messages: Sequence[Message]) -> None:
@@ -194,10 +218,12 @@ class Conversation:
 
     def replace_messages(self, messages: Sequence[Message]) -> None:
         """Replace the whole conversation."""
-        self._new_messages, self._is_continuation = list(messages), False
+        self._new_messages = list(messages)
+        self._is_continuation = False
 
     def _render_new(self) -> tuple[str, bool]:
-        """Return the text of the new messages and True if it follows the text before; else the whole text and False."""
+        """Return the text of the new messages and True if it follows the text before; else the
+        whole text and False."""
         rendered, extends = (
             self._growing_text.render_next(self._new_messages)
             if self._is_continuation
@@ -206,9 +232,11 @@ class Conversation:
         try:
             self.renderer.check_length(self._growing_text.text_length, self._max_tokens)
         except TextTooLongError:
-            self._new_messages, self._is_continuation = self._growing_text.messages, False
+            self._new_messages = self._growing_text.messages
+            self._is_continuation = False
             raise
-        self._new_messages, self._is_continuation = [], True
+        self._new_messages = []
+        self._is_continuation = True
         return rendered, extends
 
     def _match_pieces(self, rendered: str) -> tuple[list[PromptPiece], int]:
@@ -224,8 +252,10 @@ class Conversation:
     def _adopt_pieces(self, other: Conversation, pieces: list[PromptPiece]) -> None:
         """Continue from `pieces`, which are the first ones of `other`."""
         length = sum(len(piece.token_ids) for piece in pieces)
-        self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
-        self._shared_turn, self._shared_tokens = other._shared_turn, min(other._shared_tokens, length)
+        self._pieces = pieces
+        self._tokens = GrowingTokens(other._tokens.array[:length])
+        self._shared_turn = other._shared_turn
+        self._shared_tokens = min(other._shared_tokens, length)
 
     def _count_later_answers(self) -> int:
         """Return the number of messages of the assistant behind the pieces."""
@@ -233,7 +263,8 @@ class Conversation:
         return spoken - sum(piece.assistant_messages for piece in self._pieces)
 
     def _append_text(self, rendered: str, at: int, assistant_messages: int) -> None:
-        """Append `rendered[at:]` in pieces: sampled answers that ended keep their tokens, the rest is encoded.
+        """Append `rendered[at:]` in pieces: sampled answers that ended keep their tokens, the
+        rest is encoded.
 
         `assistant_messages` is the number of messages of the assistant in that text.
         """
@@ -246,7 +277,8 @@ class Conversation:
             if start > at:
                 self._append_piece(self._encode_piece(rendered[at:start]))
             self._append_piece(msgspec.structs.replace(piece, assistant_messages=passed))
-            at, passed = start + len(piece.text) + len(piece.stop_text), 0
+            at = start + len(piece.text) + len(piece.stop_text)
+            passed = 0
         if at < len(rendered):
             self._append_piece(self._encode_piece(rendered[at:], passed))
 
@@ -255,13 +287,16 @@ class Conversation:
     ) -> list[tuple[int, PromptPiece] | None]:
         """Find the sampled answers among the last `assistant_messages` messages of the assistant.
 
-        Returns for each message its offset in `rendered` and its sampled piece; None for one that was not sampled, or
-        is not written word for word behind `at`. No sampled answer is used twice: among equal ones, those that answered
-        the same message are taken first, then the newest.
+        Returns for each message its offset in `rendered` and its sampled piece; None for one
+        that was not sampled, or is not written word for word behind `at`. No sampled answer is
+        used twice: among equal ones, those that answered the same message are taken first,
+        then the newest.
         """
         messages = self._growing_text.messages
         last = (
-            [i for i, message in enumerate(messages) if message.role == "assistant"][-assistant_messages:]
+            [i for i, message in enumerate(messages) if message.role == "assistant"][
+                -assistant_messages:
+            ]
             if assistant_messages
             else []
         )
@@ -269,15 +304,25 @@ class Conversation:
             text: self._answers_by_text[text]
             for text in {messages[i].content for i in last} & self._answers_by_text.keys() - {""}
         }
-        stops = {(text, piece.stop_text) for text, pieces in known.items() for piece in pieces if piece.stop_text}
+        stops = {
+            (text, piece.stop_text)
+            for text, pieces in known.items()
+            for piece in pieces
+            if piece.stop_text
+        }
         written = {(text, stop) for text, stop in stops if rendered.find(text + stop, at) >= 0}
         texts = {text for text, _ in written}
-        ends = self._find_content_ends([i for i in last if messages[i].content in texts], rendered) if written else {}
+        ends = (
+            self._find_content_ends([i for i in last if messages[i].content in texts], rendered)
+            if written
+            else {}
+        )
         used = {id(piece.token_ids) for piece in self._pieces}
         found: dict[int, tuple[int, PromptPiece]] = {}
         for same in (True, False):
             for i in sorted(ends.keys() - found.keys(), reverse=True):
-                text, asked = messages[i].content, messages[i - 1] if i else None
+                text = messages[i].content
+                asked = messages[i - 1] if i else None
                 starts = [end - len(text.rstrip()) for end in ends[i]]
                 fitting = (
                     (start, piece)
@@ -287,20 +332,29 @@ class Conversation:
                     for start in starts
                     if start >= at and rendered.startswith(text + piece.stop_text, start)
                 )
-                if (first := next(fitting, None)) is not None:
+                first = next(fitting, None)
+                if first is not None:
                     found[i] = first
                     used.add(id(first[1].token_ids))
         return [found.get(i) for i in last]
 
     def _find_content_ends(self, indices: Sequence[int], rendered: str) -> dict[int, list[int]]:
-        """Return the offsets in `rendered` at which the contents of messages end, without trailing blanks.
+        """Return the offsets in `rendered` at which the contents of messages end, without
+        trailing blanks.
 
-        `rendered` is the end of the whole text. The result is empty if the template writes different text when each
-        content has a mark behind it.
+        `rendered` is the end of the whole text. The result is empty if the template writes
+        different text when each content has a mark behind it.
         """
-        messages, whole = self._growing_text.messages, self._growing_text.text
+        messages = self._growing_text.messages
+        whole = self._growing_text.text
         used = set(whole)
-        marks = dict(zip((mark for mark in map(chr, MARKER_CHARACTERS) if mark not in used), indices, strict=False))
+        marks = dict(
+            zip(
+                (mark for mark in map(chr, MARKER_CHARACTERS) if mark not in used),
+                indices,
+                strict=False,
+            )
+        )
         for mark, i in marks.items():
             content = messages[i].content.rstrip()
             marked = content + mark + messages[i].content[len(content) :]

@@ -15,8 +15,8 @@ from r3async.weights.manifest import TensorMismatch, WeightManifest
 from r3async.weights.probe import SampledProbe, choose_probe_positions
 
 TENSOR_NAMES_FILE = "tensor-names.json"
-"""File with a list of the model's tensor names, in a model directory without weights. An engine then starts with dummy
-weights."""
+"""File with a list of the model's tensor names, in a model directory without weights. An engine
+then starts with dummy weights."""
 
 
 class EngineError(RuntimeError):
@@ -24,25 +24,30 @@ class EngineError(RuntimeError):
 
 
 class EngineLostError(EngineError):
-    """The engine has failed for good: every call fails until it is restarted. No request is to blame."""
+    """The engine has failed for good: every call fails until it is restarted. No
+    request is to blame."""
 
 
 class CorruptWeightsError(EngineError):
-    """A file that differs from what was published. The engine has not begun to load it and is unchanged."""
+    """A file that differs from what was published. The engine has not begun to load it
+    and is unchanged."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """A request to continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
+    """A request to continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled
+    at `temperature`.
 
     Attributes:
-        routes_from: First position whose routes are wanted; earlier rows are known already and are not sent again.
-        routes_version: If not None, the known rows come from a call that entered under this weight version. An engine
-            that admits the request under another version computes the prompt again and returns its routes from position
-            0.
+        routes_from: First position whose routes are wanted; earlier rows are known already and
+            are not sent again.
+        routes_version: If not None, the known rows come from a call that entered under this weight
+            version. An engine that admits the request under another version computes the prompt
+            again and returns its routes from position 0.
         top_p: Sampling filter, like `top_k` and `min_p`; see `EpisodeConfig`.
-        needs_sampling_mask: True to get the support of each sampled token (the tokens that could have been sampled),
-            from an engine that was built to record it.
-        stop_strings: Strings that end the answer. The first one that appears ends it, with the token that completes it.
+        needs_sampling_mask: True to get the support of each sampled token (the tokens that could
+            have been sampled), from an engine that was built to record it.
+        stop_strings: Strings that end the answer. The first one that appears ends it, with the
+            token that completes it.
     """
 
     request_id: str
@@ -59,7 +64,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stop_strings: tuple[str, ...] = ()
 
     def resolve_routes_from(self, version: int) -> int:
-        """Return the first position whose routes a call that enters under weights `version` must return."""
+        """Return the first position whose routes a call that enters under weights
+        `version` must return."""
         return self.routes_from if self.routes_version in (None, version) else 0
 
 
@@ -68,17 +74,20 @@ class Generation(msgspec.Struct, frozen=True):
 
     Attributes:
         token_ids: Sampled tokens, int32 `[n]`.
-        logprobs: Their log-probs, float32 `[n]`, under the distribution that they were sampled from.
-        version_spans: Spans that cover `0..n`. The first span's version is the one under which the request entered.
-        routed_experts: `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer; None if the engine
-            records none. The last sampled token has not been fed yet, so there are at most `P + n - 1 - routes_from`
-            rows, and after an abort there may be fewer.
-        routes_from: The position that the request wanted (`resolve_routes_from`), or a lower one if the engine cannot
-            leave out known rows.
-        stop_reason: `stop` (a stop token, which is the last token, or a stop string, which ends in it), `length`, or
-            `abort`.
-        supports: The support of each of `token_ids`, if the request wanted them (`needs_sampling_mask`). Each token is
-            in its own support, and log-probs are of distributions over these supports.
+        logprobs: Their log-probs, float32 `[n]`, under the distribution that they
+            were sampled from.
+        version_spans: Spans that cover `0..n`. The first span's version is the one under which the
+            request entered.
+        routed_experts: `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer;
+            None if the engine records none. The last sampled token has not been fed yet, so there
+            are at most `P + n - 1 - routes_from` rows, and after an abort there may be fewer.
+        routes_from: The position that the request wanted (`resolve_routes_from`), or a lower one if
+            the engine cannot leave out known rows.
+        stop_reason: `stop` (a stop token, which is the last token, or a stop string, which ends in
+            it), `length`, or `abort`.
+        supports: The support of each of `token_ids`, if the request wanted them
+            (`needs_sampling_mask`). Each token is in its own support, and log-probs are of
+            distributions over these supports.
     """
 
     token_ids: np.ndarray
@@ -95,8 +104,8 @@ class InstallReport(msgspec.Struct, frozen=True):
 
     Attributes:
         update_seconds: The whole installation.
-        pause_seconds: Time without engine steps, from the engine's confirmation that its last step is done until its
-            confirmation that it continues.
+        pause_seconds: Time without engine steps, from the engine's confirmation that its last step
+            is done until its confirmation that it continues.
         fetch_seconds: Time until the file was on this host.
         verify_seconds: Reading and checking the file.
         drain_seconds: Waiting for running requests.
@@ -115,8 +124,9 @@ class InstallReport(msgspec.Struct, frozen=True):
 class Engine(Protocol):
     """An inference engine that generates while its weights change under it.
 
-    `generate` may run many times at once on one event loop. Cancelling it aborts the request in the engine. It raises
-    `EngineLostError`, for running requests too, once the engine has failed for good.
+    `generate` may run many times at once on one event loop. Cancelling it aborts the request in
+    the engine. It raises `EngineLostError`, for running requests too, once the engine has
+    failed for good.
     """
 
     version: int
@@ -131,8 +141,8 @@ class Engine(Protocol):
     async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
         """Install published weights without aborting running requests.
 
-        Raises `CorruptWeightsError`, which leaves the engine unchanged, or another `EngineError`: then the old version
-        cannot be trusted either, and the engine must be restarted.
+        Raises `CorruptWeightsError`, which leaves the engine unchanged, or another `EngineError`:
+        then the old version cannot be trusted either, and the engine must be restarted.
         """
         ...
 
@@ -144,18 +154,21 @@ class Engine(Protocol):
         ...
 
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
-        """Return how many positions of this text a new request would take from older weights' prefix cache; must be 0.
+        """Return how many positions of this text a new request would take from older weights'
+        prefix cache; must be 0.
 
-        Call it once per version, always with the same text: the next version must not find what this one left in the
-        cache.
+        Call it once per version, always with the same text: the next version must not find what
+        this one left in the cache.
         """
         ...
 
-    async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
+    async def find_weight_differences(
+        self, manifest: WeightManifest, timeout: float
+    ) -> list[TensorMismatch]:
         """Return the tensors that the engine does not hold as they were published.
 
-        If there are any, the engine must be restarted. If there are none, the loaded weights are not at fault and the
-        engine continues.
+        If there are any, the engine must be restarted. If there are none, the loaded weights are
+        not at fault and the engine continues.
         """
         ...
 
@@ -167,14 +180,17 @@ class Engine(Protocol):
 
 
 async def sample_probe(engine: Engine, token_ids: np.ndarray, temperature: float) -> SampledProbe:
-    """Sample one token after each of several prefixes of `token_ids` `[T]`, as an episode would, and score it again.
+    """Sample one token after each of several prefixes of `token_ids` `[T]`, as an episode would,
+    and score it again.
 
     Raises `EngineError`.
     """
 
     async def sample_at(position: int) -> tuple[int, float, float]:
         beginning = token_ids[:position].astype(np.int32)
-        generation = await engine.generate(GenerationRequest(f"probe{position}", beginning, 1, temperature))
+        generation = await engine.generate(
+            GenerationRequest(f"probe{position}", beginning, 1, temperature)
+        )
         if not len(generation.token_ids):
             raise EngineError(f"the engine aborted the probe after {position} tokens")
         score = await engine.score_tokens(np.concatenate([beginning, generation.token_ids]))

@@ -21,7 +21,13 @@ from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.blocking_detector import BlockingDetector
 from r3async.rollout.conversation import Conversation
-from r3async.rollout.engine import Engine, EngineError, EngineLostError, Generation, GenerationRequest
+from r3async.rollout.engine import (
+    Engine,
+    EngineError,
+    EngineLostError,
+    Generation,
+    GenerationRequest,
+)
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
 from r3async.world import EventReporter, ignore_event
@@ -29,8 +35,8 @@ from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
 STOP_REASONS = ("env_done", "turns", "length", "stop", "timeout", "error")
-"""Values of `Trajectory.stop_reason`: the environment ended the episode, turns ran out, the context was full, an agent
-stopped making requests, time ran out, or the episode failed."""
+"""Values of `Trajectory.stop_reason`: the environment ended the episode, turns ran out, the context
+was full, an agent stopped making requests, time ran out, or the episode failed."""
 
 ENV_CLOSE_SECONDS = 10.0
 
@@ -48,7 +54,8 @@ class PromptTooLongError(EpisodeError):
 
 
 class EpisodeTask(msgspec.Struct, frozen=True):
-    """One episode to play: number `episode_index` of the G episodes of a group, which all share `task_seed`."""
+    """One episode to play: number `episode_index` of the G episodes of a group, which all
+    share `task_seed`."""
 
     group_index: int
     episode_index: int
@@ -59,7 +66,8 @@ class EpisodeTask(msgspec.Struct, frozen=True):
         return format_trajectory_id(self.group_index, self.episode_index)
 
     def build_trajectory(self, **played: Any) -> Trajectory:
-        """Return the trajectory of this task. `played` holds the fields of `Trajectory` that are not the task's."""
+        """Return the trajectory of this task. `played` holds the fields of `Trajectory` that
+        are not the task's."""
         return Trajectory(
             trajectory_id=self.trajectory_id,
             group_index=self.group_index,
@@ -70,17 +78,20 @@ class EpisodeTask(msgspec.Struct, frozen=True):
 
 
 def answer_capacity(prompt_tokens: int, settings: EpisodeConfig) -> int:
-    """Return the tokens that may be sampled after a prompt of that length; 0 if the prompt itself is too long."""
+    """Return the tokens that may be sampled after a prompt of that length; 0 if the prompt
+    itself is too long."""
     if prompt_tokens > settings.max_prompt_tokens:
         return 0
     return max(0, min(settings.max_new_tokens, settings.max_total_tokens - prompt_tokens))
 
 
 class RetryingEngine:
-    """A wrapper of the engine that retries the calls of one episode. `report_event` gets each failed call.
+    """A wrapper of the engine that retries the calls of one episode. `report_event` gets
+    each failed call.
 
-    A call that fails in the engine, or is aborted, is repeated while the environment or the agent waits, up to
-    `episode.engine_retries` times per episode. Calls may overlap; all belong to one event loop.
+    A call that fails in the engine, or is aborted, is repeated while the environment or the
+    agent waits, up to `episode.engine_retries` times per episode. Calls may overlap; all belong
+    to one event loop.
     """
 
     def __init__(
@@ -91,15 +102,21 @@ class RetryingEngine:
         stop_token_ids: Sequence[int],
         report_event: EventReporter,
     ):
-        self._trajectory_id, self._engine, self._settings = trajectory_id, engine, settings
-        self._stop_token_ids, self._report_event = () if settings.ignore_eos else tuple(stop_token_ids), report_event
+        self._trajectory_id = trajectory_id
+        self._engine = engine
+        self._settings = settings
+        self._stop_token_ids = () if settings.ignore_eos else tuple(stop_token_ids)
+        self._report_event = report_event
         self._attempt_count = self._failure_count = 0
 
-    async def generate_answer(self, call: PendingCall, max_tokens: int, stop_strings: Sequence[str] = ()) -> Generation:
+    async def generate_answer(
+        self, call: PendingCall, max_tokens: int, stop_strings: Sequence[str] = ()
+    ) -> Generation:
         """Sample the answer to the prompt of `call`: at least one token, at most `max_tokens`.
 
-        `stop_strings` end the answer in addition to those of `episode.stop`. Raises `EngineError` or `EngineAbortError`
-        if the engine has failed too often, and at once if it is lost. Cancelling aborts the running request.
+        `stop_strings` end the answer in addition to those of `episode.stop`. Raises `EngineError`
+        or `EngineAbortError` if the engine has failed too often, and at once if it is lost.
+        Cancelling aborts the running request.
         """
         while True:
             try:
@@ -117,7 +134,9 @@ class RetryingEngine:
                 if self._failure_count > self._settings.engine_retries:
                     raise
 
-    async def _try_generate(self, call: PendingCall, max_tokens: int, stop: Sequence[str]) -> Generation:
+    async def _try_generate(
+        self, call: PendingCall, max_tokens: int, stop: Sequence[str]
+    ) -> Generation:
         # Every attempt has its own number, so that a record of calls can tell them apart.
         name = f"{self._trajectory_id}t{self._attempt_count}"
         self._attempt_count += 1
@@ -138,12 +157,15 @@ class RetryingEngine:
         with stage("engine"):
             generation = await self._engine.generate(request)
         if generation.stop_reason == "abort" or not len(generation.token_ids):
-            raise EngineAbortError(f"the engine aborted call {name} after {len(generation.token_ids)} tokens")
+            raise EngineAbortError(
+                f"the engine aborted call {name} after {len(generation.token_ids)} tokens"
+            )
         return generation
 
 
 class EpisodePlayer:
-    """A player of one episode. `build_trajectory` returns what has been played so far, at any time."""
+    """A player of one episode. `build_trajectory` returns what has been played so
+    far, at any time."""
 
     def __init__(
         self,
@@ -158,26 +180,34 @@ class EpisodePlayer:
         report_event: EventReporter = ignore_event,
         blocking_detector: BlockingDetector | None = None,
     ):
-        """Prepare to play `task`. `blocking_detector` is shared by all episodes of this generator."""
-        self.task, self.settings = task, settings
-        self._env, self._renderer = env, renderer
+        """Prepare to play `task`. `blocking_detector` is shared by all episodes
+        of this generator."""
+        self.task = task
+        self.settings = settings
+        self._env = env
+        self._renderer = renderer
         self._blocking_detector = blocking_detector or BlockingDetector(report_event, clock)
-        self._generator_id, self._clock = generator_id, clock
+        self._generator_id = generator_id
+        self._clock = clock
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
         name = task.trajectory_id
-        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report_event)
+        self._retrying_engine = RetryingEngine(
+            name, engine, settings, renderer.stop_token_ids, report_event
+        )
         self._preview: list[dict[str, str]] = []
         self._env_metrics: list[dict[str, float]] = []
         self._rewarded_turns = 0
-        """Number of turns whose answers have a reward. An answer that time ran out on has none and is not trained."""
+        """Number of turns whose answers have a reward. An answer that time ran out on has none
+        and is not trained."""
         self._started_at = clock()
 
     async def play_episode(self) -> Trajectory:
         """Play until the environment is done, or turns, context or time run out.
 
-        Raises `PromptTooLongError` for the first prompt, `PrefixMismatchError` (see `EpisodeSamples`), `TemplateError`,
-        `EpisodeError` if time runs out before the first turn is complete, the engine's error if it failed too often
-        (`RetryingEngine`), and whatever the environment raises. Cancelling aborts the running request.
+        Raises `PromptTooLongError` for the first prompt, `PrefixMismatchError` (see
+        `EpisodeSamples`), `TemplateError`, `EpisodeError` if time runs out before the first turn is
+        complete, the engine's error if it failed too often (`RetryingEngine`), and whatever the
+        environment raises. Cancelling aborts the running request.
         """
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
@@ -187,8 +217,8 @@ class EpisodePlayer:
                 raise  # the environment's own
             if not self._rewarded_turns:
                 raise EpisodeError(
-                    f"episode {self.task.trajectory_id} took longer than episode.timeout = {self.settings.timeout} s, and no "
-                    "answer had a reward yet"
+                    f"episode {self.task.trajectory_id} took longer than episode.timeout = "
+                    f"{self.settings.timeout} s, and no answer had a reward yet"
                 ) from error
             return self.build_trajectory("timeout")
         finally:
@@ -196,28 +226,37 @@ class EpisodePlayer:
 
     async def _play_turns(self) -> str:
         """Play all turns and return the stop reason."""
-        name, settings, env = self.task.trajectory_id, self.settings, self._env
+        name = self.task.trajectory_id
+        settings = self.settings
+        env = self._env
         run_watched = self._blocking_detector.run
-        # The environment gives its task. Its calls draw the same random numbers in all episodes of a group.
+        # The environment gives its task. Its calls draw the same random numbers in all
+        # episodes of a group.
         seed_global_generators(self.task.task_seed)
         said = await run_watched(env, "reset", env.reset(self.task.task_seed))
         messages = coerce_messages(said, "reset()")
         conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
         for index in range(settings.max_turns):
-            # The prompt keeps the tokens of earlier turns: what was sampled is never tokenized again.
+            # The prompt keeps the tokens of earlier turns: what was sampled is never
+            # tokenized again.
             with stage("tokens"):
                 prompt = conversation.build_prompt()
-            # Without room for an answer the episode ends; without room for the first one, the task is too long.
-            if not (capacity := answer_capacity(len(prompt.token_ids), settings)):
+            # Without room for an answer the episode ends; without room for the first one, the
+            # task is too long.
+            capacity = answer_capacity(len(prompt.token_ids), settings)
+            if not capacity:
                 if index == 0:
                     raise PromptTooLongError(
-                        f"the first prompt of episode {name} has {len(prompt.token_ids)} tokens, more than "
-                        f"episode.max_prompt_tokens = {settings.max_prompt_tokens}: raise it (and "
-                        "episode.max_total_tokens) or shorten the task"
+                        f"the first prompt of episode {name} has {len(prompt.token_ids)} tokens, "
+                        f"more than episode.max_prompt_tokens = {settings.max_prompt_tokens}: "
+                        "raise it (and episode.max_total_tokens) or shorten the task"
                     )
                 return "length"
-            # Continue the sample that the prompt extends, or begin another one, and have the engine answer.
-            call = self._samples.start_call(prompt.token_ids, prompt.shared_turn, prompt.shared_tokens)
+            # Continue the sample that the prompt extends, or begin another one, and have
+            # the engine answer.
+            call = self._samples.start_call(
+                prompt.token_ids, prompt.shared_turn, prompt.shared_tokens
+            )
             generation = await self._retrying_engine.generate_answer(call, capacity)
             turn = self._samples.finish_call(call, generation)
             # The environment gets the answer as text, and as tokens only if it takes them.
@@ -228,7 +267,8 @@ class EpisodePlayer:
             action = Action(text, generation.stop_reason, token_ids_for_env, prompt.opens_thought)
             seed_global_generators(self.task.task_seed, index + 1)
             result = require_step_result(await run_watched(env, "step", env.step(action)))
-            # From here on the turn has a reward, so it is trained even if time runs out in a later one.
+            # From here on the turn has a reward, so it is trained even if time runs
+            # out in a later one.
             self._samples.add_reward(turn, result.reward)
             self._env_metrics.append(result.metrics)
             self._rewarded_turns = turn + 1
@@ -253,7 +293,9 @@ class EpisodePlayer:
     def build_trajectory(self, stop_reason: str) -> Trajectory:
         """Return the trajectory played so far. Raises `EpisodeError` if it has no answer."""
         name = self.task.trajectory_id
-        samples, turns = self._samples.build_samples(name, self.settings.temperature, self._rewarded_turns)
+        samples, turns = self._samples.build_samples(
+            name, self.settings.temperature, self._rewarded_turns
+        )
         if not turns:
             raise EpisodeError(f"episode {name} ended without an answer")
         return self.task.build_trajectory(
@@ -269,12 +311,17 @@ class EpisodePlayer:
 
 
 def build_failed_trajectory(
-    task: EpisodeTask, routing: RoutingShape | None, token_id: int, *, generator_id: str = "", at: float = 0.0
+    task: EpisodeTask,
+    routing: RoutingShape | None,
+    token_id: int,
+    *,
+    generator_id: str = "",
+    at: float = 0.0,
 ) -> Trajectory:
     """Return the placeholder of an episode that failed for good, so that its group is complete.
 
-    It has one token that was not sampled and no turn, so nothing of it is trained or compared. `stop_reason` is
-    `error`.
+    It has one token that was not sampled and no turn, so nothing of it is trained or compared.
+    `stop_reason` is `error`.
     """
     row = SampleBuilder(routing)
     row.append_context([token_id])
@@ -294,6 +341,8 @@ async def close_environment(env: Environment) -> None:
     An episode may end without the environment knowing.
     """
     close = getattr(env, "close", None)
-    if close is not None and inspect.isawaitable(waiting := close()):
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(waiting, ENV_CLOSE_SECONDS)
+    if close is not None:
+        waiting = close()
+        if inspect.isawaitable(waiting):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiting, ENV_CLOSE_SECONDS)

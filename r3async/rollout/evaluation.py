@@ -1,4 +1,5 @@
-"""Evaluation on fixed tasks that training never poses, played by the policy, by an oracle or at random."""
+"""Evaluation on fixed tasks that training never poses, played by the policy, by an
+oracle or at random."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ from r3async.envs.dataset import DatasetFactory
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.mix import MixedEnvironmentFactory, add_default_evaluation_sets
 from r3async.envs.seeding import seed_global_generators
-from r3async.envs.task_splits import find_shared_prompts, has_same_rows, is_dataset, select_held_out_rows
+from r3async.envs.task_splits import (
+    find_shared_prompts,
+    has_same_rows,
+    is_dataset,
+    select_held_out_rows,
+)
 from r3async.rollout.agent_player import open_agent_player
 from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent
 from r3async.rollout.engine import Engine
@@ -63,8 +69,8 @@ BaselinePolicy = Literal["oracle", "random"]
 class EvaluationTask(EpisodeTask, frozen=True):
     """One episode of an evaluation, which belongs to no lease.
 
-    `group_index` counts tasks, `episode_index` counts a task's episodes from 1. Its id is never that of a training
-    trajectory.
+    `group_index` counts tasks, `episode_index` counts a task's episodes from 1. Its id is never
+    that of a training trajectory.
     """
 
     @property
@@ -75,14 +81,15 @@ class EvaluationTask(EpisodeTask, frozen=True):
 def resolve_evaluation_env(config: Config, settings: EvaluationConfig) -> EnvConfig:
     """Return the environment that a set (`EvaluationConfig.resolve_sets`) plays.
 
-    This is the set's `env`; or, if that has no name, the trained environment with the rows that `data.eval` keeps from
-    training.
+    This is the set's `env`; or, if that has no name, the trained environment with the rows that
+    `data.eval` keeps from training.
     """
     return settings.env if settings.env.name else select_held_out_rows(config.env)
 
 
 async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
-    """Return how many tasks the environment has (`Environment`); None if it draws them at random, and for an agent."""
+    """Return how many tasks the environment has (`Environment`); None if it draws them at random,
+    and for an agent."""
     if factory is None:
         return None
     environment = factory()
@@ -94,22 +101,30 @@ async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
 
 async def count_tasks_by_part(factory: EnvironmentFactory | None) -> tuple[int | None, ...]:
     """Return the task counts (`count_tasks`) of each environment of a mix, or of the only one."""
-    parts = list(factory.factories.values()) if isinstance(factory, MixedEnvironmentFactory) else [factory]
+    parts = (
+        list(factory.factories.values())
+        if isinstance(factory, MixedEnvironmentFactory)
+        else [factory]
+    )
     return tuple([await count_tasks(part) for part in parts])
 
 
 def build_evaluation_tasks(
-    env: EnvConfig, task_count: int | None, settings: EvaluationConfig, trained_env: EnvConfig | None = None
+    env: EnvConfig,
+    task_count: int | None,
+    settings: EvaluationConfig,
+    trained_env: EnvConfig | None = None,
 ) -> list[EvaluationTask]:
-    """Return the episodes of an evaluation: `settings.samples_per_task` of each of the first `settings.tasks` tasks.
+    """Return the episodes of an evaluation: `settings.samples_per_task` of each of the first
+    `settings.tasks` tasks.
 
-    The tasks come from the list that `settings.seed` selects, of which a longer one begins with the shorter. Raises
-    `ConfigError` if `trained_env` poses the same tasks.
+    The tasks come from the list that `settings.seed` selects, of which a longer one begins with the
+    shorter. Raises `ConfigError` if `trained_env` poses the same tasks.
 
     Args:
-        task_count: The tasks of `env`, from `count_tasks`. If known, there are no more tasks than that, each once,
-            since a task that is posed twice would weigh twice. If None, task seeds are numbers that training never
-            draws.
+        task_count: The tasks of `env`, from `count_tasks`. If known, there are no more tasks than
+            that, each once, since a task that is posed twice would weigh twice. If None, task seeds
+            are numbers that training never draws.
         trained_env: The environment that the run trains, if there is a run.
     """
     refuse_trained_tasks(env, task_count, trained_env)
@@ -123,15 +138,24 @@ def build_evaluation_tasks(
     return [EvaluationTask(i, sample, seed) for i, seed in enumerate(seeds) for sample in samples]
 
 
-def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, settings: EpisodeConfig) -> int:
-    """Drop a dataset's prompts of more than `episode.max_prompt_tokens` tokens and return how many there were.
+def drop_long_prompts(
+    factory: EnvironmentFactory, renderer: ChatRenderer, settings: EpisodeConfig
+) -> int:
+    """Drop a dataset's prompts of more than `episode.max_prompt_tokens` tokens and return how
+    many there were.
 
-    Returns 0 for other environments, which do not know their prompts. Raises `ConfigError` if nothing is left, or if
-    the chat template refuses a prompt.
+    Returns 0 for other environments, which do not know their prompts. Raises `ConfigError` if
+    nothing is left, or if the chat template refuses a prompt.
     """
     if isinstance(factory, MixedEnvironmentFactory):
-        own = {label: resolve_env(label, entry, settings).episode for label, entry in factory.entry_configs.items()}
-        return sum(drop_long_prompts(part, renderer, own[label]) for label, part in factory.factories.items())
+        own = {
+            label: resolve_env(label, entry, settings).episode
+            for label, entry in factory.entry_configs.items()
+        }
+        return sum(
+            drop_long_prompts(part, renderer, own[label])
+            for label, part in factory.factories.items()
+        )
     if not isinstance(factory, DatasetFactory):
         return 0
     most = settings.max_prompt_tokens
@@ -144,7 +168,9 @@ def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, setti
     return factory.drop_long_prompts(count_tokens, most)
 
 
-def refuse_trained_tasks(env: EnvConfig, task_count: int | None, trained_env: EnvConfig | None) -> None:
+def refuse_trained_tasks(
+    env: EnvConfig, task_count: int | None, trained_env: EnvConfig | None
+) -> None:
     """Raise `ConfigError` if the `task_count` tasks of `env` are those of `trained_env`.
 
     A run poses all tasks that its environment has.
@@ -152,21 +178,28 @@ def refuse_trained_tasks(env: EnvConfig, task_count: int | None, trained_env: En
     if task_count is None or trained_env is None or not _has_same_tasks(env, trained_env):
         return
     keep = (
-        "keep some from training with `data.eval`, as 0.05, a number or a file, set `evaluation.every_steps` = 0, or "
-        * (env.name == DATASET_ENV)
+        (
+            "keep some from training with `data.eval`, as 0.05, a number or a file, set "
+            "`evaluation.every_steps` = 0, or "
+        )
+        if env.name == DATASET_ENV
+        else ""
     )
     raise ConfigError(
-        f"`env.name` = {env.name!r} has {task_count} tasks, and the run trains on all of them, so none is left to evaluate: "
-        f"{keep}name "
-        "others with `evaluation.env` (for `r3async eval` also --env). The directory of a run's model has no training tasks: "
-        "`r3async eval RUN/model --env NAME` evaluates on these all the same"
+        f"`env.name` = {env.name!r} has {task_count} tasks, and the run trains on all of them, "
+        f"so none is left to evaluate: {keep}name "
+        "others with `evaluation.env` (for `r3async eval` also --env). The directory of a "
+        "run's model has no training tasks: `r3async eval RUN/model --env NAME` evaluates on "
+        "these all the same"
     )
 
 
 def refuse_shared_prompts(env: EnvConfig, trained_env: EnvConfig) -> None:
-    """Raise `ConfigError` if a row that `env` evaluates poses a prompt that a row of `trained_env` poses too.
+    """Raise `ConfigError` if a row that `env` evaluates poses a prompt that a row of
+    `trained_env` poses too.
 
-    Reads the rows of both, if they are datasets. Identical datasets are left to `refuse_trained_tasks`.
+    Reads the rows of both, if they are datasets. Identical datasets are left to
+    `refuse_trained_tasks`.
     """
     for part in parse_mix_entries(trained_env).values():
         refuse_shared_prompts(env, part)
@@ -175,19 +208,21 @@ def refuse_shared_prompts(env: EnvConfig, trained_env: EnvConfig) -> None:
     shared = find_shared_prompts(env, trained_env)
     if shared:
         raise ConfigError(
-            f"{len(shared)} rows of {env.name!r}, which are evaluated, have a prompt that is trained, such as "
-            f"{shared[0].location}: "
-            "name their file as `data.eval`, which leaves those prompts out of training, or take them out of one of the two"
+            f"{len(shared)} rows of {env.name!r}, which are evaluated, have a prompt that is "
+            f"trained, such as {shared[0].location}: "
+            "name their file as `data.eval`, which leaves those prompts out of training, or take "
+            "them out of one of the two"
         )
 
 
 def _has_same_tasks(env: EnvConfig, trained_env: EnvConfig) -> bool:
     """Return True if both environments pose the same tasks.
 
-    Datasets do if they have the same rows, whatever their other arguments; the arguments of other environments may
-    choose their tasks.
+    Datasets do if they have the same rows, whatever their other arguments; the arguments of other
+    environments may choose their tasks.
     """
-    if parts := parse_mix_entries(trained_env):
+    parts = parse_mix_entries(trained_env)
+    if parts:
         return any(_has_same_tasks(env, part) for part in parts.values())
     if is_dataset(env) and is_dataset(trained_env):
         return has_same_rows(env, trained_env)
@@ -195,37 +230,46 @@ def _has_same_tasks(env: EnvConfig, trained_env: EnvConfig) -> bool:
 
 
 def check_environment(config: Config) -> None:
-    """Raise `ConfigError` for an environment or an agent that this run cannot train or evaluate with."""
+    """Raise `ConfigError` for an environment or an agent that this run cannot train
+    or evaluate with."""
     for setting, secret in collect_secrets(config).items():
         refuse_lost_secret(secret, setting)
     config = add_default_evaluation_sets(config)
     _load_task_count(config.env)
-    if config.schedule.difficulty.is_active and not any(_load_task_count(each.env) for each in resolve_envs(config)):
+    if config.schedule.difficulty.is_active and not any(
+        _load_task_count(each.env) for each in resolve_envs(config)
+    ):
         raise ConfigError(NO_SIZE_MESSAGE)
-    for settings in config.evaluation.resolve_sets().values() if config.evaluation.every_steps else ():
+    for settings in (
+        config.evaluation.resolve_sets().values() if config.evaluation.every_steps else ()
+    ):
         env = resolve_evaluation_env(config, settings)
         size = _load_task_count(env)
         refuse_trained_tasks(env, size, config.env)
         refuse_shared_prompts(env, config.env)
         if env.name == OUTSIDE_AGENT:
             raise ConfigError(
-                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to '
-                "something that runs by itself, or `evaluation.every_steps` = 0"
+                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated, since nobody has to come: '
+                "set `evaluation.env.name` to something that runs by itself, or "
+                "`evaluation.every_steps` = 0"
             )
     if not is_agent(config.env):
         return
     if config.env.name == OUTSIDE_AGENT and not config.serving.enabled:
         raise ConfigError(
-            f'`env.name` = "{OUTSIDE_AGENT}" needs `serving.enabled = true`: nobody could take an episode'
+            f'`env.name` = "{OUTSIDE_AGENT}" needs `serving.enabled = true`: nobody '
+            "could take an episode"
         )
     if not config.model.path:
         raise ConfigError(
-            f"`env.name` = {config.env.name!r} has no oracle to warm a new model up with: give a trained one with `model.path`"
+            f"`env.name` = {config.env.name!r} has no oracle to warm a new model up with: give a "
+            "trained one with `model.path`"
         )
 
 
 def _load_task_count(env: EnvConfig) -> int | None:
-    """Return how many tasks the environment has, if known. Raises `ConfigError` if it cannot be constructed."""
+    """Return how many tasks the environment has, if known. Raises `ConfigError` if it
+    cannot be constructed."""
     if is_agent(env):
         make_agent(env)
         return None
@@ -237,7 +281,8 @@ class EvaluationPlayer:
     """A player of evaluations on one engine.
 
     Attributes:
-        make_factory: `make_factory(env)` returns the factory of an environment, or None for an agent.
+        make_factory: `make_factory(env)` returns the factory of an environment, or
+            None for an agent.
         trained_env: The environment that the run trains; see `build_evaluation_tasks`.
         report_event: Gets failed attempts.
         progress: Gets each outcome.
@@ -262,14 +307,18 @@ class EvaluationPlayer:
             sets[name] = await self.play_set(env, settings, episodes.get(name, self.config.episode))
         return join_sets(sets)
 
-    async def play_set(self, env: EnvConfig, settings: EvaluationConfig, episode: EpisodeConfig) -> Evaluation:
+    async def play_set(
+        self, env: EnvConfig, settings: EvaluationConfig, episode: EpisodeConfig
+    ) -> Evaluation:
         """Play one set, at most `generator.concurrency` episodes at once.
 
-        An episode that fails is retried `episode.retries` times; then its error is raised and the others are cancelled.
-        Raises `ConfigError` where `build_evaluation_tasks` does.
+        An episode that fails is retried `episode.retries` times; then its error is raised and the
+        others are cancelled. Raises `ConfigError` where `build_evaluation_tasks` does.
         """
         if settings.temperature == 0:
-            episode = msgspec.structs.replace(episode, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            episode = msgspec.structs.replace(
+                episode, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
+            )
         elif settings.temperature is not None:
             episode = msgspec.structs.replace(episode, temperature=settings.temperature)
         factory = await self.make_factory(env)
@@ -322,9 +371,11 @@ async def evaluate_without_model(
     max_turns: int,
     progress: Callable[[EpisodeOutcome], object] = lambda outcome: None,
 ) -> Evaluation:
-    """Play the tasks of a set with the environment's oracle or its random answers, as a baseline for its rewards.
+    """Play the tasks of a set with the environment's oracle or its random answers, as a baseline
+    for its rewards.
 
-    Raises `ConfigError` if the environment has no such policy, and where `build_evaluation_tasks` does.
+    Raises `ConfigError` if the environment has no such policy, and where
+    `build_evaluation_tasks` does.
     """
     began = time.monotonic()
     outcomes = []
@@ -337,7 +388,9 @@ async def evaluate_without_model(
             await close_environment(environment)
         metrics = sum_episode_metrics([result.metrics for result in results])
         reward = sum(result.reward for result in results)
-        outcomes.append(EpisodeOutcome(reward, len(results), reason, metrics=metrics, task_seed=task.task_seed))
+        outcomes.append(
+            EpisodeOutcome(reward, len(results), reason, metrics=metrics, task_seed=task.task_seed)
+        )
         progress(outcomes[-1])
     return summarize_outcomes(outcomes, time.monotonic() - began, settings.pass_reward)
 

@@ -63,43 +63,48 @@ class Evaluation(msgspec.Struct, frozen=True):
     stop_reasons: dict[str, tuple[int, float]]
     seconds: float
     metrics: dict[str, float] = {}
-    """Mean of each metric of the environment, over the episodes that report it. Rewards by name are among them."""
+    """Mean of each metric of the environment, over the episodes that report it. Rewards by
+    name are among them."""
     tasks: int = 0
     reward_low: float | None = None
-    """Lower end of the 95 % confidence interval of `reward_mean`, `reward_high` being the upper; None for a single
-    task."""
+    """Lower end of the 95 % confidence interval of `reward_mean`, `reward_high` being the upper;
+    None for a single task."""
     reward_high: float | None = None
     passes: dict[str, tuple[float, float | None, float | None]] = {}
-    """pass@k as `[estimate, low, high]`, the last two as above, for k = "1", "2", "4", … and the number of episodes per
-    task."""
+    """pass@k as `[estimate, low, high]`, the last two as above, for k = "1", "2", "4", … and the
+    number of episodes per task."""
     rewards: dict[str, list[float]] = {}
     """Rewards of the episodes of each task, by task seed."""
     sets: dict[str, Evaluation] = {}
-    """Evaluation of each set by name, if there are several. All other figures are then those of the first set."""
+    """Evaluation of each set by name, if there are several. All other figures are then those
+    of the first set."""
 
 
 def pass_at_k(episodes: int, passed: int, k: int) -> float:
     """Return an unbiased estimate of the probability that at least one of `k` answers passes.
 
-    From `episodes` answers of which `passed` passed: `1 - C(n - c, k) / C(n, k)` (Chen et al., "Evaluating Large
-    Language Models Trained on Code", arXiv:2107.03374, section 2.1). Raises `ValueError` unless `1 <= k <= episodes`.
+    From `episodes` answers of which `passed` passed: `1 - C(n - c, k) / C(n, k)` (Chen et al.,
+    "Evaluating Large Language Models Trained on Code", arXiv:2107.03374, section 2.1). Raises
+    `ValueError` unless `1 <= k <= episodes`.
     """
     if not 1 <= k <= episodes:
         raise ValueError(f"pass@{k} cannot be estimated from {episodes} answers")
     return 1.0 - math.comb(episodes - passed, k) / math.comb(episodes, k)
 
 
-def summarize_outcomes(outcomes: Sequence[EpisodeOutcome], seconds: float, pass_reward: float = 1.0) -> Evaluation:
+def summarize_outcomes(
+    outcomes: Sequence[EpisodeOutcome], seconds: float, pass_reward: float = 1.0
+) -> Evaluation:
     """Summarize the outcomes of an evaluation that took `seconds`.
 
-    An episode passes with a reward of at least `pass_reward`. Each outcome without a task seed counts as a separate
-    task.
+    An episode passes with a reward of at least `pass_reward`. Each outcome without a task seed
+    counts as a separate task.
     """
     by_task: dict[int | str, list[float]] = {}
     for at, outcome in enumerate(outcomes):
-        by_task.setdefault(f"episode {at}" if outcome.task_seed is None else outcome.task_seed, []).append(
-            outcome.reward
-        )
+        by_task.setdefault(
+            f"episode {at}" if outcome.task_seed is None else outcome.task_seed, []
+        ).append(outcome.reward)
     rewards = np.array([o.reward for o in outcomes], np.float64)
     mean, error, low, high = mean_interval([float(np.mean(each)) for each in by_task.values()])
     told = sorted({name for o in outcomes for name in o.metrics})
@@ -119,7 +124,10 @@ def summarize_outcomes(outcomes: Sequence[EpisodeOutcome], seconds: float, pass_
         version_max=max(o.version_max for o in outcomes),
         stop_reasons={reason: (len(r), float(np.mean(r))) for reason, r in by_reason.items()},
         seconds=seconds,
-        metrics={name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in told},
+        metrics={
+            name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics]))
+            for name in told
+        },
         tasks=len(by_task),
         reward_low=low,
         reward_high=high,
@@ -133,18 +141,25 @@ def _estimate_pass_at_k(
 ) -> dict[str, tuple[float, float | None, float | None]]:
     """Return pass@k as `[estimate, low, high]` by k.
 
-    The task with the fewest episodes limits k: a task that was posed several times has more episodes than others.
+    The task with the fewest episodes limits k: a task that was posed several times has more
+    episodes than others.
     """
-    counts = [(len(rewards), sum(r >= pass_reward - REWARD_TOLERANCE for r in rewards)) for rewards in by_task]
+    counts = [
+        (len(rewards), sum(r >= pass_reward - REWARD_TOLERANCE for r in rewards))
+        for rewards in by_task
+    ]
     found: dict[str, tuple[float, float | None, float | None]] = {}
     for k in list_pass_ks(min(episodes for episodes, _ in counts)):
-        mean, _, low, high = mean_interval([pass_at_k(episodes, passed, k) for episodes, passed in counts])
+        mean, _, low, high = mean_interval(
+            [pass_at_k(episodes, passed, k) for episodes, passed in counts]
+        )
         found[str(k)] = mean, low, high
     return found
 
 
 def join_sets(sets: Mapping[str, Evaluation]) -> Evaluation:
-    """Return one evaluation of several sets, or the evaluation of the only set, which has no name."""
+    """Return one evaluation of several sets, or the evaluation of the only set,
+    which has no name."""
     first = next(iter(sets.values()))
     if list(sets) == [""]:
         return first
@@ -170,7 +185,9 @@ def flatten_evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
             figures |= {f"pass@{k}": estimate[0] for k, estimate in value.items()}
         elif name == "sets":
             for of, each in value.items():
-                figures |= {f"{of}/{inner}": figure for inner, figure in flatten_evaluation(each).items()}
+                figures |= {
+                    f"{of}/{inner}": figure for inner, figure in flatten_evaluation(each).items()
+                }
         elif name != "rewards":
             figures[name] = value
     return figures

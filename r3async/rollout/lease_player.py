@@ -45,8 +45,10 @@ class RetryingPlayer:
         report_event: Gets failed attempts.
         play_episode: Plays one attempt in place of an environment from `factory`.
         clock: Returns unix seconds.
-        task_settings: Settings of the tasks of each environment of a mix, by its index; default: `settings` for all.
-        raise_failures: True to raise what an episode failed with for good, False to return a trajectory without turns.
+        task_settings: Settings of the tasks of each environment of a mix, by its index; default:
+            `settings` for all.
+        raise_failures: True to raise what an episode failed with for good, False to return a
+            trajectory without turns.
     """
 
     def __init__(
@@ -67,10 +69,15 @@ class RetryingPlayer:
             "environment": settings.retries,
             "engine": settings.engine_retries,
         }
-        self._clock, self._blocking_detector = clock, BlockingDetector(report_event, clock)
-        self._factory, self._engine, self._renderer = factory, engine, renderer
+        self._clock = clock
+        self._blocking_detector = BlockingDetector(report_event, clock)
+        self._factory = factory
+        self._engine = engine
+        self._renderer = renderer
         self._task_settings = task_settings or (settings,)
-        self._generator_id, self._report_event, self._raise_failures = generator_id, report_event, raise_failures
+        self._generator_id = generator_id
+        self._report_event = report_event
+        self._raise_failures = raise_failures
         self.attempt_count = 0
         """Number of attempts at an episode that are over, failed or not."""
         self._reported_errors: set[tuple[str, str]] = set()
@@ -80,31 +87,41 @@ class RetryingPlayer:
     async def play(self, task: EpisodeTask) -> PlayedEpisode:
         """Play an episode, all its turns with this player's engine.
 
-        An episode whose environment fails is played again from its beginning, up to `episode.retries` times, but not
-        once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
-        episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
-        An episode that failed for good is returned as a trajectory without turns (`build_failed_trajectory`); or, with
-        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Without it, `EngineLostError` is
-        raised if the engine is lost: the episode has not failed, and another engine can play it.
+        An episode whose environment fails is played again from its beginning, up to
+        `episode.retries` times, but not once more if the user's code raised twice at one place. A
+        call that fails in the engine is repeated within the episode (`RetryingEngine`), up to
+        `episode.engine_retries` times. A first prompt that is too long fails at once. An episode
+        that failed for good is returned as a trajectory without turns (`build_failed_trajectory`);
+        or, with `raise_failures`, `EpisodeError` is raised with the last error's traceback. Without
+        it, `EngineLostError` is raised if the engine is lost: the episode has not failed, and
+        another engine can play it.
         """
-        tries, before = dict.fromkeys(self._retry_budgets, 0), None
+        tries = dict.fromkeys(self._retry_budgets, 0)
+        before = None
         while True:
             try:
                 trajectory = await self._play_episode(task)
-                return PlayedEpisode(trajectory, EpisodeEnd(task.group_index, task.episode_index, task.task_seed))
+                return PlayedEpisode(
+                    trajectory, EpisodeEnd(task.group_index, task.episode_index, task.task_seed)
+                )
             except Exception as error:
-                if (loss := find_cause(error, EngineLostError)) is not None and not self._raise_failures:
+                loss = find_cause(error, EngineLostError)
+                if loss is not None and not self._raise_failures:
                     raise loss from None
                 who: FailureSource = "engine" if is_engine_failure(error) else "environment"
-                raised, allowed = summarize_error(error), self._retry_budgets[who]
-                # The engine's retries are used up already: playing from the beginning would not help.
+                raised = summarize_error(error)
+                allowed = self._retry_budgets[who]
+                # The engine's retries are used up already: playing from the
+                # beginning would not help.
                 tries[who] += allowed + 1 if who == "engine" else 1
                 again = tries[who] <= allowed and not isinstance(error, PromptTooLongError)
                 if again and not is_repeated_error(error, raised, before):
                     self._report_failure("episode_failed", task, who, tries[who], raised)
                     before = raised
                     continue
-                failure = f"{raised.line}; {_describe_budget(who, tries[who], allowed)}\n{raised.trace}"
+                failure = (
+                    f"{raised.line}; {_describe_budget(who, tries[who], allowed)}\n{raised.trace}"
+                )
                 if self._raise_failures:
                     self._report_failure("episode_failed", task, who, tries[who], raised)
                     if isinstance(error, PromptTooLongError):
@@ -125,12 +142,20 @@ class RetryingPlayer:
                 self.attempt_count += 1
 
     def _report_failure(
-        self, event: str, task: EpisodeTask, failed_by: FailureSource, attempts: int, raised: ErrorSummary
+        self,
+        event: str,
+        task: EpisodeTask,
+        failed_by: FailureSource,
+        attempts: int,
+        raised: ErrorSummary,
     ) -> None:
-        """Report a failed attempt at an episode. The traceback of each error is reported once, and of no further error
-        after `MAX_REPORTED_TRACEBACKS`."""
+        """Report a failed attempt at an episode. The traceback of each error is reported once, and
+        of no further error after `MAX_REPORTED_TRACEBACKS`."""
         kind = (raised.error, raised.place)
-        with_traceback = kind not in self._reported_errors and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS
+        with_traceback = (
+            kind not in self._reported_errors
+            and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS
+        )
         if with_traceback:
             self._reported_errors.add(kind)
         self._report_event(
@@ -167,11 +192,18 @@ def is_engine_failure(error: BaseException) -> bool:
 
 
 def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> BaseException | None:
-    """Return the first of `error`, its cause, the cause of that and so on that is of one of `kinds`; else None. Of a
-    group, each error is looked at."""
+    """Return the first of `error`, its cause, the cause of that and so on that is of one of
+    `kinds`; else None. Of a group, each error is looked at."""
     while error is not None and not isinstance(error, kinds):
         if isinstance(error, BaseExceptionGroup):
-            return next((found for each in error.exceptions if (found := find_cause(each, *kinds)) is not None), None)
+            return next(
+                (
+                    found
+                    for each in error.exceptions
+                    if (found := find_cause(each, *kinds)) is not None
+                ),
+                None,
+            )
         error = error.__cause__
     return error
 

@@ -1,9 +1,11 @@
-"""An engine without a model, for tests and for rehearsing how runs fail (`generator.engine = "scripted"`).
+"""An engine without a model, for tests and for rehearsing how runs fail
+(`generator.engine = "scripted"`).
 
-Answers come from a script, everything else from hashes. A token's log-prob and routes depend only on its position, the
-version that sampled (or fed) it and the token itself: two engines agree, and a test can compute the expected value of
-any number (`scripted_logprobs`, `scripted_route_rows`). With weights of the scripted learner, a log-prob depends on the
-weights instead of their version number, so that engine and learner can be compared as with a real model.
+Answers come from a script, everything else from hashes. A token's log-prob and routes depend only
+on its position, the version that sampled (or fed) it and the token itself: two engines agree, and a
+test can compute the expected value of any number (`scripted_logprobs`, `scripted_route_rows`). With
+weights of the scripted learner, a log-prob depends on the weights instead of their version number,
+so that engine and learner can be compared as with a real model.
 """
 
 from __future__ import annotations
@@ -25,18 +27,26 @@ from r3async.data.routes import route_dtype
 from r3async.data.safetensors_header import decode_safetensors_header
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder, expand_version_spans
-from r3async.rollout.engine import EngineError, EngineLostError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engine import (
+    EngineError,
+    EngineLostError,
+    Generation,
+    GenerationRequest,
+    InstallReport,
+)
 from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.world import Files, World
 from r3async.world.real import REAL_WORLD
 
 AnswerScript = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
-"""Function that returns the answer to a request, given the index of the call; or a table of answers, which repeats."""
+"""Function that returns the answer to a request, given the index of the call; or a table of
+answers, which repeats."""
 
 
 DIGEST_TENSOR = "scripted.digest"
-"""Name of the scripted learner's weight tensor, whose checksum the engine reads from the version's file."""
+"""Name of the scripted learner's weight tensor, whose checksum the engine reads from
+the version's file."""
 
 UINT32_MASK = 0xFFFFFFFF
 
@@ -54,7 +64,9 @@ class _RunningCall:
     """A call that is being answered, with at most `token_count` tokens."""
 
     def __init__(self, version: int, token_count: int):
-        self.spans, self.token_count, self.version = VersionSpanRecorder(version), token_count, version
+        self.spans = VersionSpanRecorder(version)
+        self.token_count = token_count
+        self.version = version
         self.sampled_count = 0
         self.prompt_version: int | None = None
         """Version under which the prompt was fed, which is the version of the first token."""
@@ -68,8 +80,13 @@ class _RunningCall:
             self.spans.stamp_version(self.sampled_count, version)
 
     def advance_to(self, now: float) -> None:
-        """Update the number of tokens sampled by `now`, in an answer that takes `duration_seconds`."""
-        share = min(1.0, (now - self.started_at) / self.duration_seconds) if self.duration_seconds > 0 else 1.0
+        """Update the number of tokens sampled by `now`, in an answer that takes
+        `duration_seconds`."""
+        share = (
+            min(1.0, (now - self.started_at) / self.duration_seconds)
+            if self.duration_seconds > 0
+            else 1.0
+        )
         self.sampled_count = max(self.sampled_count, int(share * self.token_count + 1e-6))
         if self.sampled_count and self.prompt_version is None:
             self.prompt_version = self.version
@@ -78,16 +95,18 @@ class _RunningCall:
 class ScriptedEngine:
     """An engine that answers from a script; see `Engine` for the contracts of its methods.
 
-    An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out without a stop
-    token ends as if its last token were one.
+    An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out
+    without a stop token ends as if its last token were one.
 
     Args:
-        before_token: Awaited before each token. A test that holds it back can install new weights, abort or cancel in
-            the middle of an answer.
-        answer_seconds: `answer_seconds(tokens, running)` returns the seconds that so many tokens take while so many
-            calls run. With it, the engine waits once for the whole answer and does not use `before_token`.
-        before_install: Awaited while installing; its exception is the installation's failure. Then the version's file
-            is read from `files` and compared with its manifest, if it is the scripted learner's.
+        before_token: Awaited before each token. A test that holds it back can install new weights,
+            abort or cancel in the middle of an answer.
+        answer_seconds: `answer_seconds(tokens, running)` returns the seconds that so many tokens
+            take while so many calls run. With it, the engine waits once for the whole answer and
+            does not use `before_token`.
+        before_install: Awaited while installing; its exception is the installation's failure. Then
+            the version's file is read from `files` and compared with its manifest, if it is the
+            scripted learner's.
         returned_routes: The share of the routes that is returned.
         clock: Returns seconds.
     """
@@ -109,13 +128,18 @@ class ScriptedEngine:
         self.routing = routing
         self.requests: list[GenerationRequest] = []
         """All requests in the order of the calls; empty unless `keep_requests`."""
-        self._keep_requests, self._request_count = keep_requests, 0
+        self._keep_requests = keep_requests
+        self._request_count = 0
         self.installed_versions: list[int] = []
         """Versions in the order of their installation."""
         self._weights_keys: dict[int, int] = {}
-        """Key of the weights of each version: the checksum that stands for its number in log-probs."""
-        self._script, self._clock, self._files = script, clock, files
-        self._before_token, self._answer_seconds = before_token, answer_seconds
+        """Key of the weights of each version: the checksum that stands for its
+        number in log-probs."""
+        self._script = script
+        self._clock = clock
+        self._files = files
+        self._before_token = before_token
+        self._answer_seconds = answer_seconds
         self._before_install = before_install or (lambda manifest: _no_pause())
         self._returned_routes = returned_routes
         self._running_calls: dict[str, list[_RunningCall]] = {}
@@ -143,19 +167,24 @@ class ScriptedEngine:
                 stop_reason = "abort"
         finally:
             self._remove_call(request.request_id, call)
-        sampled, prompt_version = call.sampled_count, call.prompt_version
+        sampled = call.sampled_count
+        prompt_version = call.prompt_version
         tokens = np.asarray(answer[:sampled], np.int32)
         version_spans = call.spans.finish_spans(sampled)
         versions = expand_version_spans(version_spans, sampled)
         first = len(request.prompt_ids)
-        routes_from = request.resolve_routes_from(call.version if prompt_version is None else prompt_version)
+        routes_from = request.resolve_routes_from(
+            call.version if prompt_version is None else prompt_version
+        )
         self.generated_tokens += sampled
         return Generation(
             token_ids=tokens,
             logprobs=self._derive_logprobs(np.arange(first, first + sampled), versions, tokens)
             / (request.temperature or 1.0),
             version_spans=version_spans,
-            routed_experts=self._derive_routes(request, tokens, versions, prompt_version, routes_from),
+            routed_experts=self._derive_routes(
+                request, tokens, versions, prompt_version, routes_from
+            ),
             routes_from=routes_from,
             stop_reason=stop_reason,
             supports=scripted_supports(tokens) if request.needs_sampling_mask else None,
@@ -173,11 +202,14 @@ class ScriptedEngine:
             if request.request_id in self._aborted_ids:
                 return
             call.stamp_version(self.version)
-            call.prompt_version = self.version if call.prompt_version is None else call.prompt_version
+            call.prompt_version = (
+                self.version if call.prompt_version is None else call.prompt_version
+            )
             call.sampled_count += 1
 
     async def _wait_full_answer(self, request: GenerationRequest, call: _RunningCall) -> None:
-        """Wait once for the whole answer. An installation meanwhile prolongs it and splits it into several versions."""
+        """Wait once for the whole answer. An installation meanwhile prolongs it and splits it into
+        several versions."""
         await self._wait_for_install()
         self._require_started()
         assert self._answer_seconds is not None
@@ -206,8 +238,12 @@ class ScriptedEngine:
     def _running_count(self) -> int:
         return sum(map(len, self._running_calls.values()))
 
-    def _derive_logprobs(self, positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        keys = [self._weights_keys.get(version, version) & UINT32_MASK for version in versions.tolist()]
+    def _derive_logprobs(
+        self, positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:
+        keys = [
+            self._weights_keys.get(version, version) & UINT32_MASK for version in versions.tolist()
+        ]
         return scripted_logprobs(positions, np.asarray(keys, np.int64), tokens)
 
     async def abort_request(self, request_id: str) -> None:
@@ -220,7 +256,9 @@ class ScriptedEngine:
         self._require_started()
         async with self._install_lock:
             if manifest.version < self.version:
-                raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
+                raise EngineError(
+                    f"version {manifest.version} is older than the installed version {self.version}"
+                )
             started = self._clock()
             try:
                 async with asyncio.timeout(timeout):
@@ -229,7 +267,9 @@ class ScriptedEngine:
                     self._weights_keys[manifest.version] = self._read_checked_key(manifest)
             except Exception as error:
                 self._is_started = False
-                raise EngineError(f"installing version {manifest.version} failed: {error!r}") from error
+                raise EngineError(
+                    f"installing version {manifest.version} failed: {error!r}"
+                ) from error
             seconds = self._clock() - started
             self._apply_version(manifest, started, seconds)
             return InstallReport(manifest.version, update_seconds=seconds, pause_seconds=seconds)
@@ -242,7 +282,8 @@ class ScriptedEngine:
         key = read_weights_key(Path(manifest.path), self._files)
         if key != manifest.tensors[DIGEST_TENSOR].checksum:
             raise WeightError(
-                f"{manifest.path}: tensor {DIGEST_TENSOR!r} is corrupt: its checksum differs from the published one"
+                f"{manifest.path}: tensor {DIGEST_TENSOR!r} is corrupt: its checksum differs from "
+                "the published one"
             )
         return key
 
@@ -266,7 +307,9 @@ class ScriptedEngine:
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
         return 0
 
-    async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
+    async def find_weight_differences(
+        self, manifest: WeightManifest, timeout: float
+    ) -> list[TensorMismatch]:
         return []
 
     def collect_stats(self) -> dict[str, float]:
@@ -280,7 +323,8 @@ class ScriptedEngine:
         self.lose_process()
 
     def lose_process(self) -> None:
-        """End the engine, as if its process had ended: running and later calls raise `EngineLostError`."""
+        """End the engine, as if its process had ended: running and later calls raise
+        `EngineLostError`."""
         self._is_started = False
         for calls in self._running_calls.values():
             for call in calls:
@@ -301,7 +345,11 @@ class ScriptedEngine:
         self._request_count += 1
         if self._keep_requests:
             self.requests.append(request)
-        full = self._script(request, index) if callable(self._script) else self._script[index % len(self._script)]
+        full = (
+            self._script(request, index)
+            if callable(self._script)
+            else self._script[index % len(self._script)]
+        )
         answer = []
         for token in full[: request.max_tokens]:
             answer.append(int(token))
@@ -324,7 +372,9 @@ class ScriptedEngine:
             return np.empty(shape, route_dtype(self.routing.num_experts))
         # A token is fed by the step that samples the next one, under that step's version.
         fed = np.concatenate([request.prompt_ids, tokens[:-1]])[first:]
-        fed_by = np.concatenate([np.full(len(request.prompt_ids), prompt_version), versions[1:]])[first:]
+        fed_by = np.concatenate([np.full(len(request.prompt_ids), prompt_version), versions[1:]])[
+            first:
+        ]
         rows = scripted_route_rows(first + np.arange(len(fed)), fed_by, fed, self.routing)
         if self._returned_routes == "half":
             rows = rows[: len(rows) // 2]
@@ -332,7 +382,8 @@ class ScriptedEngine:
 
 
 def read_weights_key(path: Path, files: Files) -> int:
-    """Return the checksum of the scripted learner's weights in the file of a version. Raises `WeightError`."""
+    """Return the checksum of the scripted learner's weights in the file of a version.
+    Raises `WeightError`."""
     try:
         with files.open(path) as file:
             content = file.map_bytes()
@@ -344,24 +395,30 @@ def read_weights_key(path: Path, files: Files) -> int:
 
 
 def build_scripted_engine(
-    model_path: str, world: World = REAL_WORLD, token_seconds: float = 0.0, install_seconds: float = 0.0, **unknown: Any
+    model_path: str,
+    world: World = REAL_WORLD,
+    token_seconds: float = 0.0,
+    install_seconds: float = 0.0,
+    **unknown: Any,
 ) -> ScriptedEngine:
     """Return an engine that answers in pseudo-random letters, with routes of the model's geometry.
 
-    The same call of the same episode has the same answer, on every generator and at every attempt. Raises `ValueError`
-    for `unknown` arguments.
+    The same call of the same episode has the same answer, on every generator and at every attempt.
+    Raises `ValueError` for `unknown` arguments.
 
     Args:
         token_seconds: Seconds per token.
-        install_seconds: Seconds that weights take to install, at most: the first ones take anything up to that, later
-            ones mostly much less.
+        install_seconds: Seconds that weights take to install, at most: the first ones take anything
+            up to that, later ones mostly much less.
     """
     if unknown:
         raise ValueError(
-            f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` and "
-            "`install_seconds` only"
+            f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine "
+            "knows `token_seconds` and `install_seconds` only"
         )
-    routing, _ = read_moe_layers(decode_python_json((Path(model_path) / "config.json").read_bytes()))
+    routing, _ = read_moe_layers(
+        decode_python_json((Path(model_path) / "config.json").read_bytes())
+    )
 
     installed = itertools.count()
 
@@ -381,20 +438,26 @@ def build_scripted_engine(
 
 
 def script_letters(request: GenerationRequest, seed: int) -> Sequence[int]:
-    """Return pseudo-random letters, at least one and at most as many as fit, then a stop token if it fits.
+    """Return pseudo-random letters, at least one and at most as many as fit, then a stop
+    token if it fits.
 
     Equal `seed`s give equal letters.
     """
     length = 1 + scripted_hash(0, seed, len(request.prompt_ids)) % request.max_tokens
-    letters = [LETTER_TOKEN_IDS[scripted_hash(i, seed, 1) % len(LETTER_TOKEN_IDS)] for i in range(length)]
+    letters = [
+        LETTER_TOKEN_IDS[scripted_hash(i, seed, 1) % len(LETTER_TOKEN_IDS)] for i in range(length)
+    ]
     return [*letters, *request.stop_token_ids[:1]]
 
 
-def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the log-probs, float32 `[n]` in (-4, -0.01), of `tokens` sampled at `positions` by `versions`.
+def scripted_logprobs(
+    positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Return the log-probs, float32 `[n]` in (-4, -0.01), of `tokens` sampled at
+    `positions` by `versions`.
 
-    Positions count prompt and answer together. With the scripted learner's weights, their checksum stands for the
-    version.
+    Positions count prompt and answer together. With the scripted learner's weights, their checksum
+    stands for the version.
     """
     return (-0.01 - 3.98 * (_hash_tokens(positions, versions, tokens) / 2**32)).astype(np.float32)
 
@@ -408,9 +471,12 @@ def scripted_supports(tokens: np.ndarray) -> SupportSets:
 def scripted_route_rows(
     positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray, shape: RoutingShape
 ) -> np.ndarray:
-    """Return the distinct experts, int64 `[n, layers, top_k]`, of `tokens` fed at `positions` under `versions`."""
+    """Return the distinct experts, int64 `[n, layers, top_k]`, of `tokens` fed at `positions`
+    under `versions`."""
     seeds = (_hash_tokens(positions, versions, tokens) >> 8).astype(np.int64)
-    return (seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)) % shape.num_experts
+    return (
+        seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)
+    ) % shape.num_experts
 
 
 def scripted_hash(position: int, version: int, token: int) -> int:

@@ -1,1 +1,2 @@
-"""Scheduling between generators and the learner: leases, tasks, waiting groups, validation and health."""
+"""Scheduling between generators and the learner: leases, tasks, waiting groups,
+validation and health."""

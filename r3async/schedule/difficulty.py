@@ -23,11 +23,12 @@ from r3async.config.schedule import DifficultyConfig
 from r3async.data.tokens import Trajectory
 
 MAX_CANDIDATES = 64
-"""Maximum number of tasks looked at for one group. If nearly all are settled, one of them is posed all the same."""
+"""Maximum number of tasks looked at for one group. If nearly all are settled, one of them is
+posed all the same."""
 
 NO_SIZE_MESSAGE = (
-    "`schedule.difficulty` needs tasks that come again, and this environment does not know how many it has (`size`): unset "
-    "`settled_share` and `target`, or train rows (data=FILE)"
+    "`schedule.difficulty` needs tasks that come again, and this environment does not know how "
+    "many it has (`size`): unset `settled_share` and `target`, or train rows (data=FILE)"
 )
 """Message for a run that chooses tasks by past rewards, but never poses a task again."""
 
@@ -36,9 +37,12 @@ TaskScore = tuple[int, float]
 
 
 def score_groups(groups: Iterable[Sequence[Trajectory]]) -> list[TaskScore]:
-    """Return the score of each group that was played. Failed episodes, which have no turns, do not count."""
+    """Return the score of each group that was played. Failed episodes, which have no
+    turns, do not count."""
     played = ([t for t in group if t.turns] for group in groups)
-    return [(members[0].task_seed, fmean(t.reward for t in members)) for members in played if members]
+    return [
+        (members[0].task_seed, fmean(t.reward for t in members)) for members in played if members
+    ]
 
 
 class _TaskHistoryState(TypedDict):
@@ -56,7 +60,8 @@ class TaskHistory:
     """
 
     def __init__(self, settings: DifficultyConfig, seed: int):
-        self._settings, self._seed = settings, seed
+        self._settings = settings
+        self._seed = seed
         self._scores: dict[int, list[float]] = {}
         """Mean rewards of each task's last groups, oldest first."""
         self._task_by_group: dict[int, int] = {}
@@ -66,7 +71,8 @@ class TaskHistory:
         self._replaced_count = 0
 
     def choose_task(self, group: int, candidates: Iterator[int]) -> int:
-        """Return the task of a group. `candidates` yields the task whose turn it is, and then others, without end."""
+        """Return the task of a group. `candidates` yields the task whose turn it is, and then
+        others, without end."""
         turn = next(candidates)
         if not self._settings.is_active:
             return turn
@@ -93,17 +99,22 @@ class TaskHistory:
 
         Of two tasks that are equally near, the first is posed.
         """
-        past, target = self._scores.get(task), self._settings.target
+        past = self._scores.get(task)
+        target = self._settings.target
         return abs(fmean(past) - target) if past and target is not None else 0.0
 
     def _classify_task(self, task: int) -> Literal["easy", "hard", ""]:
-        past, settings = self._scores.get(task, []), self._settings
+        past = self._scores.get(task, [])
+        settings = self._settings
         if len(past) < settings.groups:
             return ""
-        return "easy" if min(past) >= settings.easy else "hard" if max(past) <= settings.hard else ""
+        return (
+            "easy" if min(past) >= settings.easy else "hard" if max(past) <= settings.hard else ""
+        )
 
     def record_scores(self, groups: Iterable[int], scores: Iterable[TaskScore]) -> None:
-        """Record that a step consumed these groups, and the scores of their tasks, in this order."""
+        """Record that a step consumed these groups, and the scores of their
+        tasks, in this order."""
         for group in groups:
             self._task_by_group.pop(group, None)
         if self._settings.is_active:
@@ -125,7 +136,7 @@ class TaskHistory:
             "data/replaced_tasks": float(self._replaced_count),
         }
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data for `load_state_dict`."""
@@ -142,12 +153,15 @@ class TaskHistory:
 
         Args:
             state: Snapshot from `state_dict`; `{}` is that of a run without an active setting.
-            buffered_tasks: Tasks of the groups of which the learner kept episodes. After the checkpoint, these groups
-                may have been leased with other tasks than would be chosen now.
+            buffered_tasks: Tasks of the groups of which the learner kept episodes. After
+                the checkpoint, these groups may have been leased with other tasks than
+                would be chosen now.
         """
         if state:
             saved = msgspec.convert(state, _TaskHistoryState)
-            self._scores, self._settled_counts, self._replaced_count = {}, Counter(), saved["replaced"]
+            self._scores = {}
+            self._settled_counts = Counter()
+            self._replaced_count = saved["replaced"]
             for task, past in saved["scores"]:
                 self._add_scores(task, past)
             self._task_by_group = dict(saved["posed"])

@@ -20,7 +20,8 @@ from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
 from r3async.schedule.tasks import TaskCursor
 
 MAX_PERIOD = 1000
-"""Number of groups after which the order repeats: weights are rounded to that. It is larger if a weight is below 1/1000."""
+"""Number of groups after which the order repeats: weights are rounded to that. It is larger if a
+weight is below 1/1000."""
 
 
 class EnvironmentOrder:
@@ -33,11 +34,15 @@ class EnvironmentOrder:
         counts = [0] * len(quotas)
         for at in range(self.period):
             # The environment that is furthest behind its share.
-            entry = max(range(len(quotas)), key=lambda e: (quotas[e] * (at + 1) - self.period * counts[e], -e))
+            entry = max(
+                range(len(quotas)),
+                key=lambda e: (quotas[e] * (at + 1) - self.period * counts[e], -e),
+            )
             chosen[at] = entry
             counts[entry] += 1
         self._chosen = chosen
-        # [entry, at]: groups of the period before `at` that belong to the entry; the last column is the quota.
+        # [entry, at]: groups of the period before `at` that belong to the entry; the last
+        # column is the quota.
         self._before = np.stack([np.append(0, np.cumsum(chosen == e)) for e in range(len(quotas))])
 
     def environment_of(self, group: int) -> int:
@@ -51,7 +56,8 @@ class EnvironmentOrder:
 
 
 def _round_quotas(weights: Sequence[float]) -> list[int]:
-    """Return how many groups of a period each environment has: at least one; the largest remainders are rounded up."""
+    """Return how many groups of a period each environment has: at least one; the largest
+    remainders are rounded up."""
     total = sum(weights)
     exact = [MAX_PERIOD * weight / total for weight in weights]
     quotas = [max(1, math.floor(share)) for share in exact]
@@ -65,11 +71,21 @@ def _round_quotas(weights: Sequence[float]) -> list[int]:
 class _EnvironmentQuarantine(Mapping[int, int]):
     """A view of the quarantined tasks of one environment, among those of all.
 
-    It maps the environment's own seed of a task to the first of its own groups that no longer poses the task.
+    It maps the environment's own seed of a task to the first of its own groups that no
+    longer poses the task.
     """
 
-    def __init__(self, environment: int, order: EnvironmentOrder, entries: int, quarantined: Mapping[int, int]):
-        self._entry, self._order, self._entries, self._all = environment, order, entries, quarantined
+    def __init__(
+        self,
+        environment: int,
+        order: EnvironmentOrder,
+        entries: int,
+        quarantined: Mapping[int, int],
+    ):
+        self._entry = environment
+        self._order = order
+        self._entries = entries
+        self._all = quarantined
 
     def __getitem__(self, seed: int) -> int:
         return self._order.count_before(self._entry, self._all[join_seed(self._entry, seed)])
@@ -85,7 +101,8 @@ class _EnvironmentQuarantine(Mapping[int, int]):
 class MixedTaskCursor:
     """A `TaskCursor` over several environments with these `weights` and `sizes`.
 
-    Each environment has its own tasks, epochs and quarantined tasks, in the order of its own groups.
+    Each environment has its own tasks, epochs and quarantined tasks, in the order
+    of its own groups.
     """
 
     def __init__(
@@ -95,7 +112,8 @@ class MixedTaskCursor:
         sizes: Sequence[int | None],
         quarantined: Mapping[int, int] | None = None,
     ):
-        self._order, known = EnvironmentOrder(weights), {} if quarantined is None else quarantined
+        self._order = EnvironmentOrder(weights)
+        known = {} if quarantined is None else quarantined
         self._cursors = [
             TaskCursor(
                 random.Random(f"{seed}/environment {entry}").getrandbits(63),
@@ -107,9 +125,12 @@ class MixedTaskCursor:
         ]
 
     def pick_task(self, group_index: int) -> int:
-        """Return the task of a group. Raises `ValueError` if every task of the group's environment is quarantined."""
+        """Return the task of a group. Raises `ValueError` if every task of the group's
+        environment is quarantined."""
         entry = self._order.environment_of(group_index)
-        return join_seed(entry, self._cursors[entry].pick_task(self._order.count_before(entry, group_index)))
+        return join_seed(
+            entry, self._cursors[entry].pick_task(self._order.count_before(entry, group_index))
+        )
 
     def iter_tasks(self, group_index: int) -> Iterator[int]:
         """Return the tasks of `TaskCursor.iter_tasks` for the group's environment."""
@@ -118,7 +139,9 @@ class MixedTaskCursor:
         return (join_seed(entry, task) for task in own)
 
     def count_epochs(self, groups: int) -> list[float]:
-        """Return, by environment, how often the first `groups` groups posed all its tasks; 0 without a size."""
+        """Return, by environment, how often the first `groups` groups posed all its tasks;
+        0 without a size."""
         return [
-            cursor.count_epochs(self._order.count_before(entry, groups)) for entry, cursor in enumerate(self._cursors)
+            cursor.count_epochs(self._order.count_before(entry, groups))
+            for entry, cursor in enumerate(self._cursors)
         ]

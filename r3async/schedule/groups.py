@@ -1,4 +1,5 @@
-"""The buffer that gathers trajectories into groups and hands these over in lease order, within a window."""
+"""The buffer that gathers trajectories into groups and hands these over in lease order,
+within a window."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ TRAJECTORY_HEADER_BYTES = 4096
 
 
 def max_trajectory_bytes(config: Config, routing: RoutingShape | None) -> int:
-    """Return the bytes that one trajectory may take in memory: every turn a separate row, each as long as it may be."""
+    """Return the bytes that one trajectory may take in memory: every turn a separate row, each as
+    long as it may be."""
     if config.episode.needs_sampling_mask:
-        return config.transport.max_message_bytes  # a support takes up to a bit for each token of the vocabulary
+        # A support takes up to a bit for each token of the vocabulary.
+        return config.transport.max_message_bytes
     rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
     return min(config.transport.max_message_bytes, rows + MAX_HEADER_BYTES)
 
@@ -29,8 +32,9 @@ def max_trajectory_bytes(config: Config, routing: RoutingShape | None) -> int:
 def max_buffer_bytes(config: Config, routing: RoutingShape | None) -> int:
     """Return the bytes of all trajectories that the slots allow, each as long as it may be.
 
-    With less credit than this, groups that are not trained yet could hold all of it while the group to be trained next
-    waits to be sent: a deadlock. The window does not matter, because a group that is overtaken keeps its slot.
+    With less credit than this, groups that are not trained yet could hold all of it while the group
+    to be trained next waits to be sent: a deadlock. The window does not matter, because a group
+    that is overtaken keeps its slot.
     """
     schedule = config.schedule
     groups = count_slots(schedule)
@@ -64,10 +68,13 @@ class GroupBuffer:
     Pure; the receiver and the learner share it.
     """
 
-    def __init__(self, group_size: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
+    def __init__(
+        self, group_size: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()
+    ):
         """Create an empty buffer.
 
-        `head` and `beyond` are the groups that a resumed run has trained already; see `ConsumedGroups`.
+        `head` and `beyond` are the groups that a resumed run has trained already; see
+        `ConsumedGroups`.
         """
         self.group_size = group_size
         self._consumed = ConsumedGroups(window, head, beyond)
@@ -77,47 +84,65 @@ class GroupBuffer:
 
     @property
     def oldest_group(self) -> int:
-        """The oldest group not taken yet: all others that may be taken are within the window from here."""
+        """The oldest group not taken yet: all others that may be taken are within the
+        window from here."""
         return self._consumed.head
 
     @property
     def consumed(self) -> ConsumedGroups:
-        """The groups that were taken. This is the only record of them in the learner; the receiver reads it too."""
+        """The groups that were taken. This is the only record of them in the learner; the
+        receiver reads it too."""
         return self._consumed
 
     @property
     def newest_group(self) -> int:
-        """The newest group of which any trajectory has arrived and that is not taken; -1 if there is none."""
+        """The newest group of which any trajectory has arrived and that is not taken; -1
+        if there is none."""
         return max(self._groups, default=-1)
 
     def needs_trajectory(self, trajectory: Trajectory) -> bool:
-        """Return whether the episode is neither here nor trained. Raises `ValueError` for an index out of range."""
-        group, episode = trajectory.group_index, trajectory.episode_index
+        """Return whether the episode is neither here nor trained. Raises `ValueError` for an
+        index out of range."""
+        group = trajectory.group_index
+        episode = trajectory.episode_index
         if not 0 <= episode < self.group_size:
             raise ValueError(f"episode {episode} of a group of {self.group_size}")
         return group not in self._consumed and episode not in self._groups.get(group, {})
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
-        """Add a trajectory if it is needed, and return whether it was. Raises what `needs_trajectory` raises."""
+        """Add a trajectory if it is needed, and return whether it was. Raises what
+        `needs_trajectory` raises."""
         if not self.needs_trajectory(trajectory):
             return False
-        self._groups.setdefault(trajectory.group_index, {})[trajectory.episode_index] = (trajectory, nbytes)
+        self._groups.setdefault(trajectory.group_index, {})[trajectory.episode_index] = (
+            trajectory,
+            nbytes,
+        )
         return True
 
     def missing_in_group(self, group_index: int) -> list[int]:
-        """Return the episodes of the group that have not arrived; none for a group that was trained."""
+        """Return the episodes of the group that have not arrived; none for a group
+        that was trained."""
         if group_index in self._consumed:
             return []
         have = self._groups.get(group_index, {})
         return [i for i in range(self.group_size) if i not in have]
 
     def list_task_seeds(self) -> dict[int, int]:
-        """Return the task seed of each group of which any trajectory has arrived and that is not taken."""
-        return {group: next(iter(held.values()))[0].task_seed for group, held in sorted(self._groups.items()) if held}
+        """Return the task seed of each group of which any trajectory has arrived and
+        that is not taken."""
+        return {
+            group: next(iter(held.values()))[0].task_seed
+            for group, held in sorted(self._groups.items())
+            if held
+        }
 
     def is_complete(self, group_index: int) -> bool:
         """Return whether no episode of the group is missing."""
-        return group_index in self._consumed or len(self._groups.get(group_index, ())) == self.group_size
+        return (
+            group_index in self._consumed
+            or len(self._groups.get(group_index, ())) == self.group_size
+        )
 
     def choose_groups(
         self,
@@ -134,14 +159,19 @@ class GroupBuffer:
             at_least: Minimum number of groups.
             at_most: Maximum number of groups.
             min_tokens: Number of trainable tokens up to which further groups are added.
-            counts_group: Function that returns whether a group counts towards `at_least`; called once for each group.
+            counts_group: Function that returns whether a group counts towards `at_least`; called
+                once for each group.
         """
         chosen: list[int] = []
         held = counted = 0
         for group in itertools.islice(self._consumed.trainable_groups(self.is_complete), at_most):
             chosen.append(group)
             members = self._groups[group].values()
-            held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if min_tokens else 0
+            held += (
+                sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples)
+                if min_tokens
+                else 0
+            )
             counted += counts_group is None or self._group_counts(group, counts_group)
             if len(chosen) == at_most or (counted >= at_least and held >= min_tokens):
                 return chosen
@@ -153,7 +183,8 @@ class GroupBuffer:
         return self._counted_groups[group]
 
     def missing_episodes(self, groups: int) -> dict[int, list[int]]:
-        """Return the missing episodes, by group, of the oldest `groups` groups that are not taken."""
+        """Return the missing episodes, by group, of the oldest `groups` groups
+        that are not taken."""
         oldest = itertools.islice(self._consumed.untrained_groups(), groups)
         return {g: missing for g in oldest if (missing := self.missing_in_group(g))}
 
@@ -162,9 +193,11 @@ class GroupBuffer:
         return sum(map(self.is_complete, self._groups))
 
     def take_groups(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
-        """Consume these groups, in this order, and return their episodes in order, and their bytes on the wire.
+        """Consume these groups, in this order, and return their episodes in order, and their
+        bytes on the wire.
 
-        Raises `ValueError`, and takes nothing, if a group is not complete, was taken before, or is beyond the window.
+        Raises `ValueError`, and takes nothing, if a group is not complete, was taken before, or is
+        beyond the window.
         """
         incomplete = [g for g in groups if self.missing_in_group(g)]
         if incomplete:
@@ -177,5 +210,6 @@ class GroupBuffer:
         return episodes, sum(size for held in members for _, size in held.values())
 
     def episodes_of(self, groups: Sequence[int]) -> list[list[Trajectory]]:
-        """Return the episodes of complete groups as `take_groups` does, and leave the groups in the buffer."""
+        """Return the episodes of complete groups as `take_groups` does, and leave the
+        groups in the buffer."""
         return [[self._groups[group][i][0] for i in range(self.group_size)] for group in groups]

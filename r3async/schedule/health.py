@@ -39,7 +39,8 @@ class GeneratorHealth:
         silence_seconds: Silence after which it is SUSPECT.
         backoff_seconds: Wait before the first restart; doubled for each further one.
         max_backoff_seconds: Maximum wait before a restart.
-        forgive_seconds: Time healthy in one stretch after which the wait is that of the first restart again.
+        forgive_seconds: Time healthy in one stretch after which the wait is that of the
+            first restart again.
         max_restarts: Maximum number of restarts in all.
         on_change: Function that is called when the state changes.
     """
@@ -55,15 +56,22 @@ class GeneratorHealth:
         max_restarts: int = 8,
         on_change: Callable[[], object] = lambda: None,
     ):
-        if min(silence_seconds, backoff_seconds, max_backoff_seconds, forgive_seconds) <= 0 or max_restarts < 0:
-            raise ValueError("silence, backoff, backoff_max and forgive must be positive, max_restarts not negative")
-        self._clock, self._silence_seconds, self._max_restarts = clock, silence_seconds, max_restarts
-        self._backoff_seconds, self._max_backoff_seconds, self._forgive_seconds = (
-            backoff_seconds,
-            max_backoff_seconds,
-            forgive_seconds,
-        )
-        self._state, self._on_change = HealthState.STARTING, on_change
+        if (
+            min(silence_seconds, backoff_seconds, max_backoff_seconds, forgive_seconds) <= 0
+            or max_restarts < 0
+        ):
+            raise ValueError(
+                "silence, backoff, backoff_max and forgive must be positive, "
+                "max_restarts not negative"
+            )
+        self._clock = clock
+        self._silence_seconds = silence_seconds
+        self._max_restarts = max_restarts
+        self._backoff_seconds = backoff_seconds
+        self._max_backoff_seconds = max_backoff_seconds
+        self._forgive_seconds = forgive_seconds
+        self._state = HealthState.STARTING
+        self._on_change = on_change
         self.version = -1
         """Version of its weights; -1 while it has none."""
         self.restarts = 0
@@ -88,7 +96,8 @@ class GeneratorHealth:
         return self.state is HealthState.HEALTHY
 
     def mark_loaded(self) -> None:
-        """Record that its engine is up, without usable weights yet. Raises `ValueError` unless it was STARTING."""
+        """Record that its engine is up, without usable weights yet. Raises `ValueError` unless
+        it was STARTING."""
         self._require_state(HealthState.STARTING)
         self.state = HealthState.STALE
         self._last_heartbeat = self._clock()
@@ -101,7 +110,9 @@ class GeneratorHealth:
         if self.state in (HealthState.STARTING, HealthState.LOST):
             raise ValueError(f"a generator that is {self.state} cannot install weights")
         if version < self.version:
-            raise ValueError(f"version {version} installed after version {self.version}: versions only go up")
+            raise ValueError(
+                f"version {version} installed after version {self.version}: versions only go up"
+            )
         self.version = version
         self._last_heartbeat = self._clock()
         if version >= newest_version:
@@ -124,7 +135,10 @@ class GeneratorHealth:
 
     def check_silence(self) -> bool:
         """Look at the clock, and return True if it has become SUSPECT just now."""
-        if self.state is HealthState.HEALTHY and self._clock() - self._last_heartbeat > self._silence_seconds:
+        if (
+            self.state is HealthState.HEALTHY
+            and self._clock() - self._last_heartbeat > self._silence_seconds
+        ):
             self._change_state(HealthState.SUSPECT)
             return True
         return False
@@ -139,31 +153,42 @@ class GeneratorHealth:
         if self.state is HealthState.LOST:
             return
         self._change_state(HealthState.LOST)
-        self.version, self._lost_at = -1, self._clock()
+        self._lost_at = self._clock()
+        self.version = -1
         self._recent_losses += 1
 
     @property
     def seconds_to_restart(self) -> float:
-        """The seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is LOST."""
+        """The seconds until it should be restarted; 0 if now. Raises `ValueError`
+        unless it is LOST."""
         self._require_state(HealthState.LOST)
-        wait = min(self._backoff_seconds * 2.0 ** min(self._recent_losses - 1, 62), self._max_backoff_seconds)
+        wait = min(
+            self._backoff_seconds * 2.0 ** min(self._recent_losses - 1, 62),
+            self._max_backoff_seconds,
+        )
         return max(0.0, self._lost_at + wait - self._clock())
 
     def begin_restart(self) -> None:
-        """Record that it is started again. Raises `RestartsExhausted`, or `ValueError` unless it is LOST."""
+        """Record that it is started again. Raises `RestartsExhausted`, or `ValueError`
+        unless it is LOST."""
         self._require_state(HealthState.LOST)
         if self.restarts >= self._max_restarts:
-            raise RestartsExhausted(f"lost {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
+            raise RestartsExhausted(
+                f"lost {self.restarts + 1} times, {self._max_restarts} restarts are allowed"
+            )
         self.restarts += 1
         self.state, self._last_heartbeat = HealthState.STARTING, self._clock()
 
     def undo_loss(self) -> None:
-        """Take back a loss: the process that was taken for lost answers again, and was not restarted."""
+        """Take back a loss: the process that was taken for lost answers again, and
+        was not restarted."""
         self._require_state(HealthState.STALE)
-        self.restarts, self._recent_losses = self.restarts - 1, self._recent_losses - 1
+        self.restarts = self.restarts - 1
+        self._recent_losses = self._recent_losses - 1
 
     def _change_state(self, state: HealthState) -> None:
-        since, self._healthy_since = self._healthy_since, None
+        since = self._healthy_since
+        self._healthy_since = None
         if since is not None and self._clock() - since >= self._forgive_seconds:
             self._recent_losses = 0
         self.state = state

@@ -27,11 +27,13 @@ PACE_STEPS = 16
 IDLE_THRESHOLD = 0.3
 """Idle share from which a side counts as waiting."""
 ONE_SIDED_RATIO = 2.0
-"""Factor by which one side must be idle longer than the other to be waiting for it, and not both for a slot."""
+"""Factor by which one side must be idle longer than the other to be waiting for it, and not
+both for a slot."""
 
 
 class StepPace(msgspec.Struct, frozen=True):
-    """Report of one step. Times are in seconds, and for generation summed over all places for episodes."""
+    """Report of one step. Times are in seconds, and for generation summed over all
+    places for episodes."""
 
     seconds: float
     """Time from the end of the step before to the end of this one."""
@@ -42,7 +44,8 @@ class StepPace(msgspec.Struct, frozen=True):
     trained_episodes: int
     """Episodes that were trained."""
     idle_share: float
-    """Idle share of generation: places times time empty because no slot was free, over all places times time."""
+    """Idle share of generation: places times time empty because no slot was free, over all
+    places times time."""
 
 
 class PaceVerdict(msgspec.Struct, frozen=True):
@@ -53,7 +56,8 @@ class PaceVerdict(msgspec.Struct, frozen=True):
 
 
 class IdleShareMeter:
-    """Meter of the idle share of something that every generator has (places for episodes, an engine)."""
+    """Meter of the idle share of something that every generator has (places for
+    episodes, an engine)."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, float]] = {}
@@ -62,8 +66,8 @@ class IdleShareMeter:
     def add_counters(self, owner: str, idle: float, total: float) -> None:
         """Add the counters of an owner.
 
-        They count seconds since its process began, times the number of places or engines. Counters that are smaller
-        than before come from a new process.
+        They count seconds since its process began, times the number of places or engines. Counters
+        that are smaller than before come from a new process.
         """
         before = self._seen.get(owner, (0.0, 0.0))
         if total < before[1]:
@@ -87,8 +91,8 @@ class IdleShareMeter:
 class IdleTimeCounter:
     """Counter of a generator's idle time since the counter's creation.
 
-    It counts places for episodes times seconds (all, and those empty because no slot was free), and seconds (all, and
-    those in which the engine had no request).
+    It counts places for episodes times seconds (all, and those empty because no slot was free), and
+    seconds (all, and those in which the engine had no request).
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -97,9 +101,11 @@ class IdleTimeCounter:
         self._at = clock()
 
     def add_interval(self, places: float, empty: float, running_requests: float) -> None:
-        """Count the time since the last call, with the places, empty places and running requests there were in it."""
+        """Count the time since the last call, with the places, empty places and running requests
+        there were in it."""
         now = self._clock()
-        seconds, self._at = now - self._at, now
+        seconds = now - self._at
+        self._at = now
         self._total += places * seconds
         self._empty += empty * seconds
         self._seconds += seconds
@@ -117,14 +123,17 @@ class IdleTimeCounter:
             "engine_idle": self._engine_idle,
             "wall/engine_idle_seconds": self._engine_idle,
             "wall/engine_install_seconds": paused_seconds,
-            "wall/engine_steps_seconds": max(0.0, self._seconds - self._engine_idle - paused_seconds),
+            "wall/engine_steps_seconds": max(
+                0.0, self._seconds - self._engine_idle - paused_seconds
+            ),
         }
 
 
 class PaceAnalyzer:
     """Analyzer of the last steps, which finds the side that is waited for.
 
-    A verdict needs at least `patience` seconds of observed steps, and is given once until it changes.
+    A verdict needs at least `patience` seconds of observed steps, and is given once
+    until it changes.
     """
 
     def __init__(self, patience: float):
@@ -133,15 +142,18 @@ class PaceAnalyzer:
         self._last_event = ""
 
     def observe_step(self, step: StepPace) -> tuple[dict[str, float], PaceVerdict | None]:
-        """Add a step, and return the metrics as of this step, and a verdict if there is a new one."""
+        """Add a step, and return the metrics as of this step, and a verdict if
+        there is a new one."""
         self._steps.append(step)
         metrics = self.compute_metrics()
         verdict = self._find_verdict(metrics)
-        last, self._last_event = self._last_event, verdict.event if verdict else ""
+        last = self._last_event
+        self._last_event = verdict.event if verdict else ""
         return metrics, verdict if verdict and verdict.event != last else None
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return `pace/ratio`, `learner/idle_share` and `generator/idle_share` over the latest steps."""
+        """Return `pace/ratio`, `learner/idle_share` and `generator/idle_share` over
+        the latest steps."""
         seconds = max(sum(s.seconds for s in self._steps), 1e-9)
         learner = min(1.0, sum(s.waited_seconds for s in self._steps) / seconds)
         generator = min(1.0, sum(s.idle_share * s.seconds for s in self._steps) / seconds)
@@ -158,33 +170,30 @@ class PaceAnalyzer:
         if len(self._steps) < PACE_STEPS // 2 or seconds < self._patience:
             return None
         ratio = metrics["pace/ratio"]
-        learner, generator = metrics["learner/idle_share"], metrics["generator/idle_share"]
+        learner = metrics["learner/idle_share"]
+        generator = metrics["generator/idle_share"]
         if learner >= IDLE_THRESHOLD and learner >= ONE_SIDED_RATIO * generator:
-            event, hint = (
-                "pace_generation_bound",
-                (
-                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s: give generation more (generator.count, "
-                    f"generator.concurrency, faster engines), about {1 / max(ratio, 1e-3):.1f} times what it has, or the "
-                    "learner less"
-                ),
+            event = "pace_generation_bound"
+            hint = (
+                f"the learner waited for {learner:.0%} of the last {seconds:.0f} s: give "
+                "generation more (generator.count, generator.concurrency, faster engines), about "
+                f"{1 / max(ratio, 1e-3):.1f} times what it has, or the learner less"
             )
         elif generator >= IDLE_THRESHOLD and generator >= ONE_SIDED_RATIO * learner:
-            event, hint = (
-                "pace_training_bound",
-                (
-                    f"{generator:.0%} of the generators' places stood empty for the last {seconds:.0f} s because every slot was "
-                    f"taken: give the learner more (learner.parallel, learner.threads), about {max(ratio, 1e-3):.1f} times what "
-                    "it has, or generation less"
-                ),
+            event = "pace_training_bound"
+            hint = (
+                f"{generator:.0%} of the generators' places stood empty for the last "
+                f"{seconds:.0f} s because every slot was taken: give the learner more "
+                f"(learner.parallel, learner.threads), about {max(ratio, 1e-3):.1f} times what it "
+                "has, or generation less"
             )
         elif min(generator, learner) >= IDLE_THRESHOLD:
-            event, hint = (
-                "pace_slots_bound",
-                (
-                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s, and {generator:.0%} of the generators' "
-                    "places stood empty because every slot was taken: more resources help neither; a larger "
-                    "schedule.window (if single episodes are late) or schedule.max_staleness does"
-                ),
+            event = "pace_slots_bound"
+            hint = (
+                f"the learner waited for {learner:.0%} of the last {seconds:.0f} s, and "
+                f"{generator:.0%} of the generators' places stood empty because every slot was "
+                "taken: more resources help neither; a larger schedule.window (if single episodes "
+                "are late) or schedule.max_staleness does"
             )
         else:
             return None
@@ -193,7 +202,8 @@ class PaceAnalyzer:
 
 
 class PaceMonitor:
-    """Monitor that gathers the reports of generators and steps, and finds the side that waits for the other.
+    """Monitor that gathers the reports of generators and steps, and finds the side that
+    waits for the other.
 
     `report_warning(event, **facts)` is called if that lasts.
     """
@@ -204,8 +214,11 @@ class PaceMonitor:
         report_warning: EventReporter,
         clock: Callable[[], float],
     ):
-        self._schedule, self._report_warning, self._clock = schedule, report_warning, clock
-        self._places, self._engines = IdleShareMeter(), IdleShareMeter()
+        self._schedule = schedule
+        self._report_warning = report_warning
+        self._clock = clock
+        self._places = IdleShareMeter()
+        self._engines = IdleShareMeter()
         self._pace = PaceAnalyzer(schedule.pace_seconds)
         self._last_step_end: float | None = None
         self._idle_share = self._engine_idle_share = 0.0
@@ -227,9 +240,12 @@ class PaceMonitor:
             groups: Number of groups that it consumed.
             metrics: Metrics that the learner reported of it.
         """
-        now, before = self._clock(), self._last_step_end
-        received, known = int(metrics["transport/received"]), self._last_received
-        self._last_step_end, self._last_received = now, received
+        now = self._clock()
+        before = self._last_step_end
+        received = int(metrics["transport/received"])
+        known = self._last_received
+        self._last_step_end = now
+        self._last_received = received
         if self._places.has_reports:  # otherwise, between two reports, the last value stays
             self._idle_share = self._places.take_share()
         if self._engines.has_reports:
@@ -247,7 +263,11 @@ class PaceMonitor:
             )
         )
         # Without staleness the two sides take turns, as configured.
-        expected = self._schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
+        expected = (
+            self._schedule.max_staleness == 0
+            and verdict is not None
+            and verdict.event == "pace_slots_bound"
+        )
         if verdict is not None and not expected:
             self._report_warning(verdict.event, step=step, **verdict.facts)
         return figures | engines

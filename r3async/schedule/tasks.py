@@ -18,21 +18,29 @@ class TaskCursor:
 
     The same `seed` and `size` give the same tasks, whatever was played before.
 
-    Without a `size`, every group has a random task seed of `bits` bits. With one (an environment that knows how many
-    tasks it has), group `g` belongs to epoch `g // size`, and its task seed is an index `0 .. size - 1`: every epoch
-    poses every task once, in its own order. Groups of two epochs may be played at once; none waits for an epoch's end.
+    Without a `size`, every group has a random task seed of `bits` bits. With one (an environment
+    that knows how many tasks it has), group `g` belongs to epoch `g // size`, and its task seed is
+    an index `0 .. size - 1`: every epoch poses every task once, in its own order. Groups of two
+    epochs may be played at once; none waits for an epoch's end.
 
-    `quarantined` maps a task seed to the first group that no longer poses that task. Such a group poses another task,
-    drawn from the run's seed and the group's index. The mapping may grow, but only by groups that were never leased:
-    the task of a leased group is fixed.
+    `quarantined` maps a task seed to the first group that no longer poses that task. Such a group
+    poses another task, drawn from the run's seed and the group's index. The mapping may grow, but
+    only by groups that were never leased: the task of a leased group is fixed.
     """
 
     def __init__(
-        self, seed: int, size: int | None = None, quarantined: Mapping[int, int] | None = None, *, bits: int = 63
+        self,
+        seed: int,
+        size: int | None = None,
+        quarantined: Mapping[int, int] | None = None,
+        *,
+        bits: int = 63,
     ):
         if size is not None and size < 1:
             raise ValueError(f"an environment with `size` = {size} has no task")
-        self.seed, self.size, self._bits = seed, size, bits
+        self.seed = seed
+        self.size = size
+        self._bits = bits
         self._quarantined = {} if quarantined is None else quarantined
         # Two epochs overlap in flight, or a few if they are short.
         self._epoch_order = lru_cache(maxsize=8)(self._shuffle_epoch)
@@ -42,14 +50,26 @@ class TaskCursor:
         task = self._task_in_order(group_index)
         if not self._is_quarantined(task, group_index):
             return task
-        if self.size is not None and sum(self._is_quarantined(t, group_index) for t in self._quarantined) >= self.size:
+        if (
+            self.size is not None
+            and sum(self._is_quarantined(t, group_index) for t in self._quarantined) >= self.size
+        ):
             raise ValueError(f"all {self.size} tasks of the environment are quarantined")
-        return next(t for t in self._iter_substitutes(group_index) if not self._is_quarantined(t, group_index))
+        return next(
+            t
+            for t in self._iter_substitutes(group_index)
+            if not self._is_quarantined(t, group_index)
+        )
 
     def iter_tasks(self, group_index: int) -> Iterator[int]:
-        """Yield the group's task, and then others that could replace it, without end; none of them is quarantined."""
+        """Yield the group's task, and then others that could replace it, without end; none of
+        them is quarantined."""
         yield self.pick_task(group_index)
-        yield from (t for t in self._iter_substitutes(group_index) if not self._is_quarantined(t, group_index))
+        yield from (
+            t
+            for t in self._iter_substitutes(group_index)
+            if not self._is_quarantined(t, group_index)
+        )
 
     def _is_quarantined(self, task: int, group_index: int) -> bool:
         return self._quarantined.get(task, group_index + 1) <= group_index
@@ -58,7 +78,9 @@ class TaskCursor:
         """Yield tasks in place of one that is quarantined, without end."""
         rng = random.Random(f"{self.seed}/instead/{group_index}")
         while True:
-            yield rng.getrandbits(self._bits) & ~1 if self.size is None else rng.randrange(self.size)
+            yield (
+                rng.getrandbits(self._bits) & ~1 if self.size is None else rng.randrange(self.size)
+            )
 
     def _task_in_order(self, group_index: int) -> int:
         if self.size is None:
@@ -82,5 +104,6 @@ def training_seed(seed: int, group_index: int, bits: int = 63) -> int:
 
 
 def evaluation_seed(seed: int, index: int) -> int:
-    """Return the seed of the task of an evaluation's episode `index`; `seed` is `evaluation.seed`."""
+    """Return the seed of the task of an evaluation's episode `index`; `seed` is
+    `evaluation.seed`."""
     return random.Random(f"evaluation/{seed}/{index}").getrandbits(63) | 1

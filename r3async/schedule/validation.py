@@ -20,10 +20,17 @@ from r3async.data.versions import Lineage
 from r3async.envs import MAX_EPISODE_REWARD
 
 MAX_LOGPROB = 1e-3
-"""Maximum log-prob of a trained token. No distribution gives one above 0; rounding in float32 does, by less than a
-hundredth of this."""
+"""Maximum log-prob of a trained token. No distribution gives one above 0; rounding in float32 does,
+by less than a hundredth of this."""
 
-ROLLOUT_COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
+ROLLOUT_COLUMNS = (
+    "token_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "policy_version",
+    "turn",
+    "rewards",
+)
 ROUTE_COLUMNS = ("routed_experts", "routing_recorded")
 SUPPORT_COLUMN = "support"
 TURN_LIMIT = 2**31
@@ -45,13 +52,15 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
     """Check everything that can be checked without knowing the model.
 
     - Indices are not negative.
-    - Each turn has a different index and a stretch of tokens within a sample, and turns are those that the tokens name.
+    - Each turn has a different index and a stretch of tokens within a sample, and turns are those
+      that the tokens name.
     - Every trained token belongs to a turn, and lies within its stretch.
     - Rewards, and their sums, stay finite in float32.
-    - Samples have the columns of a rollout, alike within a trajectory, and a temperature that float32 holds.
+    - Samples have the columns of a rollout, alike within a trajectory, and a temperature
+      that float32 holds.
     - Every token is in its own support, if it has one.
-    - No trained token has a log-prob above 0, beyond rounding. Log-probs that are not finite pass: the loss drops these
-      tokens and counts them.
+    - No trained token has a log-prob above 0, beyond rounding. Log-probs that are not finite pass:
+      the loss drops these tokens and counts them.
 
     Raises `InvalidTrajectory` that names what is wrong first.
     """
@@ -66,7 +75,8 @@ def find_invalid(
 ) -> dict[int, InvalidTrajectory]:
     """Return the errors of the trajectories that `check` refuses, by their index.
 
-    All together are checked at the cost of a few, so each is checked alone only if `check` refuses some of them.
+    All together are checked at the cost of a few, so each is checked alone only if `check`
+    refuses some of them.
     """
     try:
         check(trajectories)
@@ -74,7 +84,9 @@ def find_invalid(
     except InvalidTrajectory as error:
         if len(trajectories) == 1:
             return {0: error}
-    return {i: error for i, t in enumerate(trajectories) for error in find_invalid([t], check).values()}
+    return {
+        i: error for i, t in enumerate(trajectories) for error in find_invalid([t], check).values()
+    }
 
 
 class _JoinedTokens:
@@ -106,7 +118,8 @@ class _JoinedTokens:
 
 def _check_fields(trajectory: Trajectory) -> None:
     """Check everything but the tokens. Raises `InvalidTrajectory`."""
-    name, samples = trajectory.trajectory_id, trajectory.samples
+    name = trajectory.trajectory_id
+    samples = trajectory.samples
     for field in ("group_index", "episode_index"):
         if getattr(trajectory, field) < 0:
             raise InvalidTrajectory(f"{name} has {field} {getattr(trajectory, field)}")
@@ -126,21 +139,25 @@ def _check_fields(trajectory: Trajectory) -> None:
         length = len(samples[turn.sample].table) if 0 <= turn.sample < len(samples) else -1
         if turn.index < 0 or not 0 <= turn.start <= turn.stop <= length:
             raise InvalidTrajectory(
-                f"trajectory {name} has turn {turn.index} at tokens {turn.start}:{turn.stop} of sample {turn.sample}, "
-                "which are not there"
+                f"trajectory {name} has turn {turn.index} at tokens {turn.start}:{turn.stop} of "
+                f"sample {turn.sample}, which are not there"
             )
 
 
 def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
-    table, name, temperature = sample.table, sample.sample_id, sample.temperature
+    table = sample.table
+    name = sample.sample_id
+    temperature = sample.temperature
     if not len(table):
         raise InvalidTrajectory(f"sample {name} is empty")
     own = tuple(table)
-    if odd := _find_unknown_column(own):
+    odd = _find_unknown_column(own)
+    if odd:
         raise InvalidTrajectory(f"sample {name} has column {odd!r}, which only the learner makes")
     if own != columns or ((ROUTE_COLUMNS[0] in own) != (ROUTE_COLUMNS[1] in own)):
         raise InvalidTrajectory(
-            f"sample {name} has routes or supports, and another sample has none, or it has half of them"
+            f"sample {name} has routes or supports, and another sample has none, or it "
+            "has half of them"
         )
     if not (math.isfinite(temperature) and temperature < 1e38 and np.float32(temperature) > 0):
         raise InvalidTrajectory(f"sample {name} has temperature {temperature}")
@@ -159,28 +176,34 @@ def _check_reward(name: str, total: float) -> None:
         raise InvalidTrajectory(f"trajectory {name} has a reward that is not finite")
     if total > MAX_EPISODE_REWARD:
         raise InvalidTrajectory(
-            f"trajectory {name} has rewards of {total:g} together: beyond {MAX_EPISODE_REWARD:g} their squares are not finite "
-            "in float32"
+            f"trajectory {name} has rewards of {total:g} together: beyond {MAX_EPISODE_REWARD:g} "
+            "their squares are not finite in float32"
         )
 
 
 def _check_tokens(trajectories: Sequence[Trajectory], tokens: _JoinedTokens) -> None:
     """Check the tokens, and the turns that they name. Raises `InvalidTrajectory`."""
-    mask, turn = tokens.join_column("loss_mask"), tokens.join_column("turn")
+    mask = tokens.join_column("loss_mask")
+    turn = tokens.join_column("turn")
     with np.errstate(invalid="ignore"):
         rewards = np.abs(tokens.join_column("rewards"), dtype=np.float64)
         if not np.add.reduce(rewards) <= MAX_EPISODE_REWARD:
-            for trajectory, total in zip(trajectories, np.add.reduceat(rewards, tokens.first_tokens), strict=True):
+            for trajectory, total in zip(
+                trajectories, np.add.reduceat(rewards, tokens.first_tokens), strict=True
+            ):
                 _check_reward(trajectory.trajectory_id, float(total))
     sampled = turn >= 0
     of_none = mask > sampled
     if np.count_nonzero(of_none):
-        raise InvalidTrajectory(f"sample {tokens.first_sample_of(of_none).sample_id} trains a token of no turn")
+        raise InvalidTrajectory(
+            f"sample {tokens.first_sample_of(of_none).sample_id} trains a token of no turn"
+        )
     _check_logprobs(tokens, mask)
     for sample in tokens.samples:
         if SUPPORT_COLUMN in sample.table:
             _check_own_support(sample, sampled=sample.table["turn"] >= 0)
-    # Usually the stretches of turns do not overlap, so that each token has to belong to the turn that lies there.
+    # Usually the stretches of turns do not overlap, so that each token has to belong to the turn
+    # that lies there.
     lies = np.full(len(turn), -1, np.int32)
     for first, trajectory in zip(tokens.first_samples, trajectories, strict=True):
         for t in trajectory.turns:
@@ -198,43 +221,58 @@ def _check_logprobs(tokens: _JoinedTokens, mask: np.ndarray) -> None:
     above = mask & (logprobs > MAX_LOGPROB) & np.isfinite(logprobs)
     if np.count_nonzero(above):
         raise InvalidTrajectory(
-            f"sample {tokens.first_sample_of(above).sample_id} trains a token of log-prob {logprobs[above.argmax()]:g}: no "
-            "distribution gives one above 0, so the engine's log-probs are wrong"
+            f"sample {tokens.first_sample_of(above).sample_id} trains a token of log-prob "
+            f"{logprobs[above.argmax()]:g}: no distribution gives one above 0, so the engine's "
+            "log-probs are wrong"
         )
 
 
 def _check_own_support(sample: Sample, sampled: np.ndarray) -> None:
-    """Raise `InvalidTrajectory` if a token that was not sampled has a support, or a token is not in its own support."""
-    supports, ids = sample.table[SUPPORT_COLUMN], sample.table["token_ids"]
+    """Raise `InvalidTrajectory` if a token that was not sampled has a support, or a token is not in
+    its own support."""
+    supports = sample.table[SUPPORT_COLUMN]
+    ids = sample.table["token_ids"]
     if (supports.recorded_mask & ~sampled).any():
-        raise InvalidTrajectory(f"sample {sample.sample_id} has the support of a token that was not sampled")
+        raise InvalidTrajectory(
+            f"sample {sample.sample_id} has the support of a token that was not sampled"
+        )
     inside = supports.contains_ids(np.maximum(ids, 0))
     if not inside.all():
         at = int(inside.argmin())
-        raise InvalidTrajectory(f"sample {sample.sample_id}: token {ids[at]} at {at} is not in its own support")
+        raise InvalidTrajectory(
+            f"sample {sample.sample_id}: token {ids[at]} at {at} is not in its own support"
+        )
 
 
 def _check_turns(
-    trajectories: Sequence[Trajectory], tokens: _JoinedTokens, suspects: np.ndarray, token_turns: np.ndarray
+    trajectories: Sequence[Trajectory],
+    tokens: _JoinedTokens,
+    suspects: np.ndarray,
+    token_turns: np.ndarray,
 ) -> None:
-    """Check that tokens belong to turns that exist, and lie within their stretches. Raises `InvalidTrajectory`.
+    """Check that tokens belong to turns that exist, and lie within their stretches. Raises
+    `InvalidTrajectory`.
 
     Args:
         suspects: Indices of the tokens for which this may be false.
         token_turns: Turn that each token names, int32 `[N]`.
     """
     for place in suspects.tolist():
-        at, index = bisect.bisect_right(tokens.starts, place) - 1, int(token_turns[place])
+        at = bisect.bisect_right(tokens.starts, place) - 1
+        index = int(token_turns[place])
         owner = bisect.bisect_right(tokens.first_samples, at) - 1
-        name, first = tokens.samples[at].sample_id, tokens.first_samples[owner]
+        name = tokens.samples[at].sample_id
+        first = tokens.first_samples[owner]
         turn = next((t for t in trajectories[owner].turns if t.index == index), None)
         if turn is None:
-            raise InvalidTrajectory(f"sample {name}: a token of turn {index}, but its trajectory has no such turn")
+            raise InvalidTrajectory(
+                f"sample {name}: a token of turn {index}, but its trajectory has no such turn"
+            )
         start = tokens.starts[first + turn.sample]
         if not start + turn.start <= place < start + turn.stop:
             raise InvalidTrajectory(
-                f"sample {name}: a token of turn {index} outside of tokens {turn.start}:{turn.stop} of sample {turn.sample}, "
-                "where that turn is"
+                f"sample {name}: a token of turn {index} outside of tokens "
+                f"{turn.start}:{turn.stop} of sample {turn.sample}, where that turn is"
             )
 
 
@@ -253,7 +291,8 @@ def validate_trajectories(
 ) -> None:
     """Check everything: what `check_trajectories` checks, and what this model and this run allow.
 
-    An argument that is None is not known here, and not checked. Raises `InvalidTrajectory` that names what is wrong.
+    An argument that is None is not known here, and not checked. Raises `InvalidTrajectory` that
+    names what is wrong.
 
     Args:
         vocab_size: Number of token ids of the model.
@@ -264,7 +303,8 @@ def validate_trajectories(
         staleness_bound: Maximum age of a trained token, in versions.
         lineage: Lineage of the run's start.
         is_recovered: True if the trajectories were stored before `lineage` began.
-        needs_supports: True if trained tokens must have a support (`episode.keep_sampling_mask`), False if none may.
+        needs_supports: True if trained tokens must have a support (`episode.keep_sampling_mask`),
+            False if none may.
     """
     if not trajectories:
         return
@@ -272,32 +312,37 @@ def validate_trajectories(
         _check_fields(trajectory)
     tokens = _JoinedTokens(trajectories)
     _check_tokens(trajectories, tokens)
-    mask, versions, ids = (
-        tokens.join_column("loss_mask"),
-        tokens.join_column("policy_version"),
-        tokens.join_column("token_ids"),
-    )
+    mask = tokens.join_column("loss_mask")
+    versions = tokens.join_column("policy_version")
+    ids = tokens.join_column("token_ids")
     trained = np.where(mask, versions, UNSAMPLED_VERSION)
     for trajectory, newest in zip(
         trajectories, np.maximum.reduceat(trained, tokens.first_tokens).tolist(), strict=True
     ):
         if group_size is not None and trajectory.episode_index >= group_size:
             raise InvalidTrajectory(
-                f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group of {group_size}"
+                f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group "
+                f"of {group_size}"
             )
         why = (
-            lineage.rejection_reason(trajectory.lineage, newest, learner_version, from_earlier_start=is_recovered)
+            lineage.rejection_reason(
+                trajectory.lineage, newest, learner_version, from_earlier_start=is_recovered
+            )
             if lineage is not None
             else ""
         )
         if why:
             raise InvalidTrajectory(f"{trajectory.trajectory_id}: {why}")
-    if (longest := max(tokens.lengths)) > max_tokens:
+    longest = max(tokens.lengths)
+    if longest > max_tokens:
         name = tokens.samples[tokens.lengths.index(longest)].sample_id
         raise InvalidTrajectory(
-            f"sample {name} has {longest} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}"
+            f"sample {name} has {longest} tokens, more than "
+            f"learner.max_tokens_per_micro_batch = {max_tokens}"
         )
-    if vocab_size is not None and (np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) >= vocab_size):
+    if vocab_size is not None and (
+        np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) >= vocab_size
+    ):
         name = tokens.first_sample_of((ids < 0) | (ids >= vocab_size)).sample_id
         raise InvalidTrajectory(f"sample {name} has a token id outside 0..{vocab_size - 1}")
     _check_supports_allowed(tokens.samples, vocab_size, needs_supports)
@@ -305,40 +350,62 @@ def validate_trajectories(
     _check_routes(tokens, routing)
 
 
-def _check_supports_allowed(samples: Sequence[Sample], vocab_size: int | None, needs_supports: bool | None) -> None:
-    """Raise `InvalidTrajectory` if supports are missing, are not allowed, or have ids outside the vocabulary."""
+def _check_supports_allowed(
+    samples: Sequence[Sample], vocab_size: int | None, needs_supports: bool | None
+) -> None:
+    """Raise `InvalidTrajectory` if supports are missing, are not allowed, or have ids
+    outside the vocabulary."""
     for sample in samples:
         if SUPPORT_COLUMN not in sample.table:
             if needs_supports and sample.table["loss_mask"].any():
                 raise InvalidTrajectory(
-                    f"sample {sample.sample_id} has no supports, and episode.keep_sampling_mask is set"
+                    f"sample {sample.sample_id} has no supports, and "
+                    "episode.keep_sampling_mask is set"
                 )
             continue
         supports = sample.table[SUPPORT_COLUMN]
         if vocab_size is not None and not supports.fits_vocab(vocab_size).all():
-            raise InvalidTrajectory(f"sample {sample.sample_id} has a support with an id outside 0..{vocab_size - 1}")
+            raise InvalidTrajectory(
+                f"sample {sample.sample_id} has a support with an id outside 0..{vocab_size - 1}"
+            )
         if needs_supports and not supports.recorded_mask[sample.table["loss_mask"]].all():
-            raise InvalidTrajectory(f"sample {sample.sample_id} has a trained token without a support")
+            raise InvalidTrajectory(
+                f"sample {sample.sample_id} has a trained token without a support"
+            )
         if needs_supports is False:
-            raise InvalidTrajectory(f"sample {sample.sample_id} has supports, and nothing here renormalises over them")
+            raise InvalidTrajectory(
+                f"sample {sample.sample_id} has supports, and nothing here renormalises over them"
+            )
 
 
 def _check_versions(
-    tokens: _JoinedTokens, mask: np.ndarray, versions: np.ndarray, learner_version: int, staleness_bound: int | None
+    tokens: _JoinedTokens,
+    mask: np.ndarray,
+    versions: np.ndarray,
+    learner_version: int,
+    staleness_bound: int | None,
 ) -> None:
-    """Raise `InvalidTrajectory` unless trained tokens are of versions from 0 to the learner's, and not too old."""
+    """Raise `InvalidTrajectory` unless trained tokens are of versions from 0 to the learner's,
+    and not too old."""
     trained = versions[mask]
     if not len(trained):
         return
-    oldest, newest = int(trained.min()), int(trained.max())
+    oldest = int(trained.min())
+    newest = int(trained.max())
     if oldest < 0 or newest > learner_version:
-        name = tokens.first_sample_of(mask & ((versions < 0) | (versions > learner_version))).sample_id
-        raise InvalidTrajectory(f"sample {name} has versions {oldest}..{newest}, the learner is at {learner_version}")
-    if staleness_bound is not None and oldest < learner_version - staleness_bound:
-        name = tokens.first_sample_of(mask & (versions < learner_version - staleness_bound)).sample_id
+        name = tokens.first_sample_of(
+            mask & ((versions < 0) | (versions > learner_version))
+        ).sample_id
         raise InvalidTrajectory(
-            f"sample {name} has a token of version {oldest}, the learner is at {learner_version}, and the schedule "
-            f"allows an age of {staleness_bound}"
+            f"sample {name} has versions {oldest}..{newest}, the learner is at {learner_version}"
+        )
+    if staleness_bound is not None and oldest < learner_version - staleness_bound:
+        name = tokens.first_sample_of(
+            mask & (versions < learner_version - staleness_bound)
+        ).sample_id
+        raise InvalidTrajectory(
+            f"sample {name} has a token of version {oldest}, the learner is at {learner_version}, "
+            f"and the schedule allows an age of {staleness_bound}"
         )
 
 
@@ -346,15 +413,21 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
     """Raise `InvalidTrajectory` if routes are missing, or cannot be routes of the model."""
     if routing is None:
         return
-    shape, samples = (routing.layers, routing.top_k), tokens.samples
+    shape = (routing.layers, routing.top_k)
+    samples = tokens.samples
     for sample in samples:
         if ROUTE_COLUMNS[0] not in sample.table:
-            raise InvalidTrajectory(f"sample {sample.sample_id} has no routes, but the model is a mixture of experts")
-        if (found := sample.table.column_shape(ROUTE_COLUMNS[0]))[1:] != shape:  # before they are unpacked
             raise InvalidTrajectory(
-                f"sample {sample.sample_id} has routes of shape {list(found)}, expected [T, {routing.layers}, {routing.top_k}]"
+                f"sample {sample.sample_id} has no routes, but the model is a mixture of experts"
             )
-    # Small ones are checked at once, unless one that has only zeros would go unnoticed among others.
+        found = sample.table.column_shape(ROUTE_COLUMNS[0])
+        if found[1:] != shape:  # before they are unpacked
+            raise InvalidTrajectory(
+                f"sample {sample.sample_id} has routes of shape {list(found)}, expected [T, "
+                f"{routing.layers}, {routing.top_k}]"
+            )
+    # Small ones are checked at once, unless one that has only zeros would go
+    # unnoticed among others.
     if (
         len(samples) > 1
         and routing.top_k > 1
@@ -377,7 +450,8 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
 
 def _recorded_routes(table: TokenTable) -> np.ndarray:
     """Return the routes of the tokens that have any, `[n, layers, top_k]`."""
-    rows, recorded = table["routed_experts"], table["routing_recorded"]
+    rows = table["routed_experts"]
+    recorded = table["routing_recorded"]
     first = len(recorded) if recorded.all() else int(recorded.argmin())
     # Usually only the last token has no record, and nothing has to be copied.
     return rows[recorded] if recorded[first:].any() else rows[:first]

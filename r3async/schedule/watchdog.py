@@ -29,45 +29,59 @@ class _StageProgress(msgspec.Struct):
 class Watchdog:
     """Watchdog over the stages of a run, because a run that hangs reports nothing.
 
-    Each stage (playing, sending, training, publishing, installing) reports how much it has done so far and how much
-    waits for it. A stage with work that has done nothing for its limit has stalled. A stage without work is never
-    blamed: it waits for another.
+    Each stage (playing, sending, training, publishing, installing) reports how much it has done so
+    far and how much waits for it. A stage with work that has done nothing for its limit has
+    stalled. A stage without work is never blamed: it waits for another.
 
     Args:
-        default: Limit, in seconds, of a stage that is neither in `limits` nor observed with a limit.
+        default: Limit, in seconds, of a stage that is neither in `limits` nor
+            observed with a limit.
         limits: Seconds that each stage may go without progress.
     """
 
-    def __init__(self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None):
-        self._clock, self._default, self._limits = clock, default, dict(limits or {})
+    def __init__(
+        self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None
+    ):
+        self._clock = clock
+        self._default = default
+        self._limits = dict(limits or {})
         if min([default, *self._limits.values()]) <= 0:
             raise ValueError("limits must be positive")
         self._stages: dict[str, _StageProgress] = {}
         self._done = self._with_work = 0
         """Totals over all stages: the work done, and the number of stages with waiting work."""
 
-    def observe_stage(self, stage: str, done: int, waiting: int, limit: float | None = None) -> None:
+    def observe_stage(
+        self, stage: str, done: int, waiting: int, limit: float | None = None
+    ) -> None:
         """Record the progress of a stage.
 
         Args:
             stage: Name of the stage.
-            done: Work done so far. It only grows while the stage's process lives; a smaller value comes from a new
-                process, which is progress too.
+            done: Work done so far. It only grows while the stage's process lives; a smaller value
+                comes from a new process, which is progress too.
             waiting: Units of work that wait for the stage.
             limit: Seconds that the stage may go without progress from now on.
         """
-        now, seen = self._clock(), self._stages.get(stage)
+        now = self._clock()
+        seen = self._stages.get(stage)
         if seen is None:
             seen = self._stages[stage] = _StageProgress(0, 0, now, now)
         elif done != seen.done or not waiting or not seen.waiting:
-            seen.since, seen.reported = now, False
+            seen.since = now
+            seen.reported = False
         self._add_to_totals(seen, -1)
-        seen.done, seen.waiting, seen.limit, seen.observed_at = done, waiting, limit, now
+        seen.done = done
+        seen.waiting = waiting
+        seen.limit = limit
+        seen.observed_at = now
         self._add_to_totals(seen, 1)
 
     def pause_stage(self, stage: str) -> None:
-        """Leave out the time since the stage was last observed or paused: nobody knows what it did."""
-        now, seen = self._clock(), self._stages.get(stage)
+        """Leave out the time since the stage was last observed or paused: nobody
+        knows what it did."""
+        now = self._clock()
+        seen = self._stages.get(stage)
         if seen is not None:
             seen.since += now - seen.observed_at
             seen.observed_at = now
@@ -83,7 +97,8 @@ class Watchdog:
         self._with_work += times * bool(seen.waiting)
 
     def total_others(self, besides: str) -> tuple[int, int]:
-        """Return the totals over all stages but one: the work done, and the number of stages with waiting work."""
+        """Return the totals over all stages but one: the work done, and the number of stages
+        with waiting work."""
         left_out = self._stages.get(besides)
         if left_out is None:
             return self._done, self._with_work
@@ -110,7 +125,8 @@ class Watchdog:
         return fresh
 
     def describe_stages(self) -> dict[str, dict[str, float]]:
-        """Return `done`, `waiting` and `still_for` seconds of each stage, for the event and for the user."""
+        """Return `done`, `waiting` and `still_for` seconds of each stage, for the event
+        and for the user."""
         now = self._clock()
         return {
             stage: {"done": s.done, "waiting": s.waiting, "still_for": now - s.since}

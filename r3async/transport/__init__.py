@@ -1,4 +1,5 @@
-"""Transport of trajectories from generators to the learner: delivered at least once, trained once."""
+"""Transport of trajectories from generators to the learner: delivered at least
+once, trained once."""
 
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.data.wire_frames import WireError

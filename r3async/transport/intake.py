@@ -21,23 +21,27 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoryConsumer:
-    """The consumer of what a receiver accepts, which the receiver asks what to accept. This base accepts everything
-    and keeps nothing. All methods but `find_invalid` are called on the event loop."""
+    """The consumer of what a receiver accepts, which the receiver asks what to accept.
+    This base accepts everything and keeps nothing. All methods but `find_invalid` are
+    called on the event loop."""
 
     def is_expected(self, group_index: int, trajectory_id: str) -> bool:
         """Return True if a group has such a trajectory."""
         return True
 
     def find_invalid(self, trajectories: Sequence[Trajectory]) -> Mapping[int, str]:
-        """Return the reasons, by index, why trajectories are rejected. Called in a thread if the payload is large."""
+        """Return the reasons, by index, why trajectories are rejected. Called in a thread if the
+        payload is large."""
         return {}
 
     def admit_trajectory(self, trajectory: Trajectory) -> bool:
-        """Return False for a duplicate. Raises `RejectionError` for a trajectory that will never be accepted."""
+        """Return False for a duplicate. Raises `RejectionError` for a trajectory that will
+        never be accepted."""
         return True
 
     def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-        """Take a trajectory, which holds `nbytes` of memory. The consumer owns it (read-only arrays) from then on."""
+        """Take a trajectory, which holds `nbytes` of memory. The consumer owns it (read-only
+        arrays) from then on."""
 
     def report_rejection(self, trajectory_id: str, reason: str) -> None:
         """Report a rejected message. `trajectory_id` is empty for one that is not a trajectory."""
@@ -48,8 +52,8 @@ INTAKE_BATCH = 16
 
 
 class RejectionError(ValueError):
-    """Rejection by `TrajectoryConsumer.admit_trajectory` of a trajectory that will never be accepted. The message is
-    the reason that its sender gets."""
+    """Rejection by `TrajectoryConsumer.admit_trajectory` of a trajectory that will never be
+    accepted. The message is the reason that its sender gets."""
 
 
 class DecodedTrajectory(NamedTuple):
@@ -63,8 +67,8 @@ class IntakeOutcome(NamedTuple):
     """The result of taking in a trajectory.
 
     Attributes:
-        kind: `taken`; `over` for a duplicate, whose episode is over; `refused` if its content is not accepted;
-            `damaged` if no sender makes such a message, so it was damaged in transit.
+        kind: `taken`; `over` for a duplicate, whose episode is over; `refused` if its content is
+            not accepted; `damaged` if no sender makes such a message, so it was damaged in transit.
         reason: Why it was refused or damaged.
     """
 
@@ -129,8 +133,8 @@ class IncomingTrajectory:
 
 
 class TrajectoryIntake:
-    """A queue that takes in one trajectory after the other, small ones a few at a time, so that answers come in the
-    order of deliveries."""
+    """A queue that takes in one trajectory after the other, small ones a few at a time, so that
+    answers come in the order of deliveries."""
 
     def __init__(
         self,
@@ -140,15 +144,20 @@ class TrajectoryIntake:
         store: TrajectoryStore | None,
         world: World,
     ):
-        self._ledger, self._capacity, self._consumer, self._store = ledger, capacity, consumer, store
-        self._clock, self._threads = world.clock.monotonic, world.threads
+        self._ledger = ledger
+        self._capacity = capacity
+        self._consumer = consumer
+        self._store = store
+        self._clock = world.clock.monotonic
+        self._threads = world.threads
         self.unanswered_bytes = 0
         """Bytes of the trajectories that arrived and are not answered yet."""
         self._unanswered: dict[str, IncomingTrajectory] = {}
         self._inbox: asyncio.Queue[IncomingTrajectory] = asyncio.Queue()
 
     def add_duplicate_sender(self, identity: bytes, trajectory_id: str) -> bool:
-        """Return True if this trajectory is in hand already; its sender is then answered together with the first."""
+        """Return True if this trajectory is in hand already; its sender is then answered
+        together with the first."""
         arrival = self._unanswered.get(trajectory_id)
         if arrival is not None and identity not in arrival.sender_identities:
             arrival.sender_identities.append(identity)
@@ -160,7 +169,9 @@ class TrajectoryIntake:
 
     def unanswered_of(self, identity: bytes) -> list[str]:
         """Return the ids of one sender's trajectories that are in hand."""
-        return [p.trajectory_id for p in self._unanswered.values() if identity in p.sender_identities]
+        return [
+            p.trajectory_id for p in self._unanswered.values() if identity in p.sender_identities
+        ]
 
     def add(self, arrival: IncomingTrajectory) -> None:
         self._unanswered[arrival.trajectory_id] = arrival
@@ -186,33 +197,40 @@ class TrajectoryIntake:
                 yield arrival, outcome
 
     def _next_batch(self, arrival: IncomingTrajectory) -> list[IncomingTrajectory]:
-        """Return a trajectory and those behind it that are decoded with it: small ones, which cost less together."""
-        arrivals, nbytes = [arrival], arrival.nbytes
+        """Return a trajectory and those behind it that are decoded with it: small ones, which
+        cost less together."""
+        arrivals = [arrival]
+        nbytes = arrival.nbytes
         while nbytes < OFFLOAD_BYTES and len(arrivals) < INTAKE_BATCH and not self._inbox.empty():
             arrivals.append(self._inbox.get_nowait())
             nbytes += arrivals[-1].nbytes
         return arrivals
 
     async def restore_from_store(self, store: TrajectoryStore) -> tuple[int, int]:
-        """Hand over again what the store kept of accepted trajectories that are not trained. Anything else in the
-        ledger was never kept and is forgotten.
+        """Hand over again what the store kept of accepted trajectories that are not trained.
+        Anything else in the ledger was never kept and is forgotten.
 
-        Trajectories that are over, or no longer accepted, are removed from the store. Returns how many there were that
-        are not over, and how many of them are no longer accepted.
+        Trajectories that are over, or no longer accepted, are removed from the store. Returns how
+        many there were that are not over, and how many of them are no longer accepted.
         """
         self._ledger.forget_unconsumed()
-        over, count = set(), 0
+        over = set()
+        count = 0
         refused: dict[tuple[int, str], str] = {}
         for kept in await store.recover_trajectories():
             trajectory = kept.trajectory
-            group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
+            group_index = trajectory.group_index
+            trajectory_id = trajectory.trajectory_id
             if self._ledger.is_group_consumed(group_index):
                 over.add(group_index)
                 continue
             count += 1
             try:
                 wrong = await run_off_loop(
-                    self._threads, trajectory.num_tokens * MIN_TOKEN_BYTES, self._find_rejections, [trajectory]
+                    self._threads,
+                    trajectory.num_tokens * MIN_TOKEN_BYTES,
+                    self._find_rejections,
+                    [trajectory],
                 )
                 for error in wrong.values():
                     raise error
@@ -221,7 +239,9 @@ class TrajectoryIntake:
                 self._hand_over(trajectory, kept.nbytes)
             except Exception as error:
                 refused[group_index, trajectory_id] = str(error) or type(error).__name__
-                logger.warning("trajectory %r was kept, but is not taken again: %s", trajectory_id, error)
+                logger.warning(
+                    "trajectory %r was kept, but is not taken again: %s", trajectory_id, error
+                )
         await store.delete_trained(over)
         await store.remove_trajectories(refused)
         return count, len(refused)
@@ -229,8 +249,8 @@ class TrajectoryIntake:
     async def _store_and_hand_over(
         self, arrival: IncomingTrajectory, decoded: DecodedTrajectory | Exception
     ) -> IntakeOutcome:
-        """Store a trajectory and hand it over. Every check that may refuse it precedes the storing. `decoded` is the
-        decoded trajectory, or the error that prevented it."""
+        """Store a trajectory and hand it over. Every check that may refuse it precedes the storing.
+        `decoded` is the decoded trajectory, or the error that prevented it."""
         stored = False
         try:
             if isinstance(decoded, Exception):
@@ -245,34 +265,48 @@ class TrajectoryIntake:
                 kept = await self._store.put_trajectory(trajectory, arrival.frames, spill=spill)
                 stored = True
                 if kept is not None:
-                    trajectory, nbytes = kept.trajectory, kept.nbytes
-            if self._ledger.is_group_consumed(arrival.item.group_index):  # The group ended during the write.
+                    trajectory = kept.trajectory
+                    nbytes = kept.nbytes
+            # The group ended during the write.
+            if self._ledger.is_group_consumed(arrival.item.group_index):
                 self._capacity.release_trajectory(arrival.trajectory_id)
                 return IntakeOutcome("over")
             self._hand_over(trajectory, nbytes)
         except Exception as error:
             self._capacity.release_trajectory(arrival.trajectory_id)
             if isinstance(error, WireError | RejectionError) and not stored:
-                again = isinstance(error, WireError) and not isinstance(error, InvalidTrajectoryError)
-                return IntakeOutcome("damaged" if again else "refused", str(error) or type(error).__name__)
+                again = isinstance(error, WireError) and not isinstance(
+                    error, InvalidTrajectoryError
+                )
+                return IntakeOutcome(
+                    "damaged" if again else "refused", str(error) or type(error).__name__
+                )
             logger.exception("trajectory %r was not taken", arrival.trajectory_id)
             reason = f"the learner failed to take it: {type(error).__name__}: {error}"
             if stored and self._store is not None:  # a defect, which must not recur at every start
-                await self._store.remove_trajectories({(arrival.item.group_index, arrival.trajectory_id): reason})
+                await self._store.remove_trajectories(
+                    {(arrival.item.group_index, arrival.trajectory_id): reason}
+                )
             return IntakeOutcome("refused", reason)
         return IntakeOutcome("taken")
 
-    def _decode_and_validate(self, arrivals: Sequence[IncomingTrajectory]) -> list[DecodedTrajectory | Exception]:
-        """Decode and validate trajectories: the work that is proportional to the payload. An error of one does not
-        affect the others."""
+    def _decode_and_validate(
+        self, arrivals: Sequence[IncomingTrajectory]
+    ) -> list[DecodedTrajectory | Exception]:
+        """Decode and validate trajectories: the work that is proportional to the payload. An error
+        of one does not affect the others."""
         opened: list[DecodedTrajectory | Exception] = []
         for arrival in arrivals:
             try:
                 opened.append(self._decode_one(arrival))
             except Exception as error:
                 opened.append(error)
-        good = [(at, found) for at, found in enumerate(opened) if isinstance(found, DecodedTrajectory)]
-        for which, refusal in self._find_rejections([found.trajectory for _, found in good]).items():
+        good = [
+            (at, found) for at, found in enumerate(opened) if isinstance(found, DecodedTrajectory)
+        ]
+        for which, refusal in self._find_rejections(
+            [found.trajectory for _, found in good]
+        ).items():
             opened[good[which][0]] = refusal
         return opened
 
@@ -280,28 +314,43 @@ class TrajectoryIntake:
         """Decode one trajectory. Raises `WireError`."""
         arrival.join_frames()
         trajectory = decode_trajectory(arrival.frames)
-        if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.item.group_index):
-            raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
+        if (trajectory.trajectory_id, trajectory.group_index) != (
+            arrival.trajectory_id,
+            arrival.item.group_index,
+        ):
+            raise WireError(
+                f"the payload is trajectory {trajectory.trajectory_id!r} of "
+                f"{trajectory.group_index}"
+            )
         nbytes = decoded_bytes(arrival.frames, trajectory)
         if nbytes > arrival.nbytes:
             raise WireError(f"it takes {nbytes} bytes, and {arrival.nbytes} were announced")
         return DecodedTrajectory(trajectory, nbytes)
 
     def _find_rejections(self, trajectories: Sequence[Trajectory]) -> dict[int, Exception]:
-        """Return, by position, why trajectories are not accepted: the reason, or the error that `find_invalid` raised
-        for that one alone."""
+        """Return, by position, why trajectories are not accepted: the reason, or the error that
+        `find_invalid` raised for that one alone."""
         if not trajectories:
             return {}
         try:
-            return {at: RejectionError(reason) for at, reason in self._consumer.find_invalid(trajectories).items()}
+            return {
+                at: RejectionError(reason)
+                for at, reason in self._consumer.find_invalid(trajectories).items()
+            }
         except Exception as error:
             if len(trajectories) == 1:
                 return {0: error}
-        return {at: error for at, t in enumerate(trajectories) for error in self._find_rejections([t]).values()}
+        return {
+            at: error
+            for at, t in enumerate(trajectories)
+            for error in self._find_rejections([t]).values()
+        }
 
     def _hand_over(self, trajectory: Trajectory, nbytes: int) -> None:
-        """Hand a trajectory to the consumer. Raises whatever that raises, and then nothing is held."""
-        group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
+        """Hand a trajectory to the consumer. Raises whatever that raises, and then
+        nothing is held."""
+        group_index = trajectory.group_index
+        trajectory_id = trajectory.trajectory_id
         self._capacity.set_reserved(trajectory_id, nbytes)
         # Before the call, so that it may forget the group that this trajectory completes.
         self._ledger.add(group_index, trajectory_id)

@@ -1,4 +1,5 @@
-"""The learner's receiver: takes trajectories from many senders, validates, stores and acknowledges them."""
+"""The learner's receiver: takes trajectories from many senders, validates, stores and
+acknowledges them."""
 
 from __future__ import annotations
 
@@ -47,17 +48,17 @@ __all__ = ["TrajectoryReceiver"]
 logger = logging.getLogger(__name__)
 
 SILENT_TIMEOUTS = 4
-"""Number of `ack_timeout`s of silence after which a sender is considered lost, and the others may have more in
-flight."""
+"""Number of `ack_timeout`s of silence after which a sender is considered lost, and the others may
+have more in flight."""
 MAX_REASON_CHARS = 500
 MAX_IN_HAND_IDS = 64
 MAX_SENDERS = 1024
 MAX_ACK_IDS = 64
 """Ids in one message, at most: it must stay below `MAX_CONTROL_BYTES` however long they are."""
 ACK_DELAY_SECONDS = 0.01
-"""Seconds within which accepted trajectories are acknowledged together: each message wakes up a thread here and an
-event loop there. Only the sender's bytes in flight wait for it, so this share of them (`ACK_CREDIT_SHARE`, of the
-credit of each) is acknowledged at once."""
+"""Seconds within which accepted trajectories are acknowledged together: each message wakes up a
+thread here and an event loop there. Only the sender's bytes in flight wait for it, so this share of
+them (`ACK_CREDIT_SHARE`, of the credit of each) is acknowledged at once."""
 ACK_CREDIT_SHARE = 16
 
 
@@ -68,7 +69,8 @@ class SenderSession:
 
 
 class TrajectoryReceiver:
-    """The learner's end of the transport: accepts each trajectory once and hands it to its consumer.
+    """The learner's end of the transport: accepts each trajectory once and hands it
+    to its consumer.
 
     A trajectory takes these steps, in this order:
 
@@ -76,33 +78,38 @@ class TrajectoryReceiver:
     * `consumer.admit_trajectory`, on the event loop; it returns False for a duplicate.
     * `store.put_trajectory`, if there is a store.
     * `consumer.take_trajectory`, on the event loop.
-    * The acknowledgement, after which the sender forgets the trajectory. What has to survive a crash is in the store by
-      then.
+    * The acknowledgement, after which the sender forgets the trajectory. What has to survive a
+      crash is in the store by then.
 
-    If `find_invalid` names a reason or `admit_trajectory` raises `RejectionError`, the trajectory is rejected with that
-    reason, and nothing of it is stored. Any other exception is logged and rejects it too, for a message that triggers a
-    defect must neither stop the receiver nor be resent for ever.
+    If `find_invalid` names a reason or `admit_trajectory` raises `RejectionError`, the trajectory
+    is rejected with that reason, and nothing of it is stored. Any other exception is logged and
+    rejects it too, for a message that triggers a defect must neither stop the receiver nor be
+    resent for ever.
 
-    Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only
-    what the next `window` groups take, which are accepted whatever else is held; `MemoryBudget` has the rule and
-    explains why it cannot deadlock. Any other trajectory that arrives while there is no free memory is dropped at once:
-    its sender keeps it, and is told when to send it again. Claims of senders are limited: `consumer.is_expected` says
-    whether a group has such a trajectory, and no trajectory takes more than `max_trajectory_bytes` bytes. So memory is
-    bounded whatever senders claim, by `max(credit_bytes, largest) + window * (trajectories that claims lets a group
-    have) * largest`. At most half of `credit_bytes` is in flight to the receiver, or one trajectory of each sender.
+    Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and
+    beyond that only what the next `window` groups take, which are accepted whatever else is held;
+    `MemoryBudget` has the rule and explains why it cannot deadlock. Any other trajectory that
+    arrives while there is no free memory is dropped at once: its sender keeps it, and is told when
+    to send it again. Claims of senders are limited: `consumer.is_expected` says whether a group has
+    such a trajectory, and no trajectory takes more than `max_trajectory_bytes` bytes. So memory is
+    bounded whatever senders claim, by `max(credit_bytes, largest) + window * (trajectories that
+    claims lets a group have) * largest`. At most half of `credit_bytes` is in flight to the
+    receiver, or one trajectory of each sender.
 
-    Call `release_trajectory` for each trajectory that is no longer held in memory, or `forget_group` for a whole group,
-    in the order of groups as far as possible. With a store, a trajectory that would exceed `store.memory_bytes` is
-    handed over mapped from disk; and if the store has no free bytes, only the window is accepted.
+    Call `release_trajectory` for each trajectory that is no longer held in memory, or
+    `forget_group` for a whole group, in the order of groups as far as possible. With a store, a
+    trajectory that would exceed `store.memory_bytes` is handed over mapped from disk; and if the
+    store has no free bytes, only the window is accepted.
 
-    Duplicates: `ledger` has the ids of accepted trajectories. A receiver that restarts with a restored ledger and the
-    store neither loses a trajectory nor takes one twice: `start` hands over again what the store kept, and groups that
-    are over are removed from the store. A receiver with an empty ledger takes again what was not acknowledged.
+    Duplicates: `ledger` has the ids of accepted trajectories. A receiver that restarts with a
+    restored ledger and the store neither loses a trajectory nor takes one twice: `start` hands over
+    again what the store kept, and groups that are over are removed from the store. A receiver with
+    an empty ledger takes again what was not acknowledged.
 
     Only peers whose key is in `keys` are let in; see `transport.keys`.
 
-    No message can stop the receiver: an invalid message is counted, and refused with a reason if there is a sender to
-    answer. All methods belong to the event loop's thread.
+    No message can stop the receiver: an invalid message is counted, and refused with a reason if
+    there is a sender to answer. All methods belong to the event loop's thread.
     """
 
     def __init__(
@@ -147,7 +154,8 @@ class TrajectoryReceiver:
         self._clock = world.clock.monotonic
         self._memory = MemoryBudget(settings.credit_bytes, window)
         self._group_limit = NO_GROUP_LIMIT
-        """Group limit that senders were told: only trajectories of groups before it are accepted."""
+        """Group limit that senders were told: only trajectories of groups before
+        it are accepted."""
         self._sessions: dict[bytes, SenderSession] = {}
         self._pending_acks: dict[bytes, list[str]] = {}
         self._unacknowledged_bytes = 0
@@ -171,8 +179,8 @@ class TrajectoryReceiver:
         return len(self._sessions)
 
     async def start(self) -> str:
-        """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, unchanged,
-        even if that is a wildcard, or loopback if that is unset.
+        """Take back what the store kept, bind, and serve. Returns the endpoint; its host is
+        `settings.host`, unchanged, even if that is a wildcard, or loopback if that is unset.
 
         Raises `TransportError` if the address cannot be bound.
         """
@@ -190,8 +198,12 @@ class TrajectoryReceiver:
             await self.close()
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
         self._tasks = [
-            asyncio.create_task(in_stage("intake", self._answer_arrivals()), name="transport-receiver"),
-            asyncio.create_task(in_stage("messages", self._run_heartbeat()), name="transport-heartbeat"),
+            asyncio.create_task(
+                in_stage("intake", self._answer_arrivals()), name="transport-receiver"
+            ),
+            asyncio.create_task(
+                in_stage("messages", self._run_heartbeat()), name="transport-heartbeat"
+            ),
         ]
         return self._socket.endpoint
 
@@ -201,16 +213,18 @@ class TrajectoryReceiver:
         self._announce_soon()
 
     def forget_group(self, group_index: int) -> None:
-        """Release what a consumed group still holds, and forget its ids. Trajectories that still arrive for it are
-        acknowledged and dropped as duplicates. Idempotent."""
+        """Release what a consumed group still holds, and forget its ids. Trajectories that still
+        arrive for it are acknowledged and dropped as duplicates. Idempotent."""
         for trajectory_id in self.ledger.forget_group(group_index):
             self._memory.release_trajectory(trajectory_id)
         self._memory.advance_window(self.ledger.oldest_group)
         self._announce_soon()
 
     async def close(self) -> None:
-        """Stop serving and free the address. What is not acknowledged stays with its sender. Idempotent."""
-        tasks, self._tasks = self._tasks, []
+        """Stop serving and free the address. What is not acknowledged stays with its
+        sender. Idempotent."""
+        tasks = self._tasks
+        self._tasks = []
         for task in tasks:
             task.cancel()
         if tasks:
@@ -231,7 +245,8 @@ class TrajectoryReceiver:
     def _on_message(self, frames: list[Any]) -> None:
         try:
             self._handle_message(frames[0].bytes, frames[1:])
-        except Exception:  # A defect here or in a callback. The sender gets no answer, and tries again.
+        except Exception:
+            # A defect here or in a callback. The sender gets no answer, and tries again.
             logger.exception("the trajectory receiver continues after an error")
 
     def _handle_message(self, identity: bytes, frames: Sequence[Frame]) -> None:
@@ -247,23 +262,33 @@ class TrajectoryReceiver:
             self._reject_trajectory(identity, "", str(error))
 
     def _answer_hello(self, identity: bytes, hello: Hello) -> None:
-        problem, kind = "", ""
+        problem = ""
+        kind = ""
         if hello.wire != WIRE_VERSION:
             kind = "another version of the protocol"
-            problem = f"wire version {hello.wire}, the learner has {WIRE_VERSION}: install the same version on both"
+            problem = (
+                f"wire version {hello.wire}, the learner has {WIRE_VERSION}: install the "
+                "same version on both"
+            )
         elif hello.run_id != self.run_id:
             kind = "another run"
             problem = f"run {hello.run_id!r} is not the run of this learner"
         elif hello.schema != SCHEMA.fingerprint:
             kind = "another schema"
-            problem = f"token schema {hello.schema!r}, the learner has {SCHEMA.fingerprint!r}: the columns differ"
+            problem = (
+                f"token schema {hello.schema!r}, the learner has {SCHEMA.fingerprint!r}: "
+                "the columns differ"
+            )
         elif identity not in self._sessions and len(self._sessions) >= MAX_SENDERS:
             kind = "too many senders"
             problem = f"{MAX_SENDERS} senders are connected, which is as many as may be"
         if problem:
             self.rejected += 1
             self.refused_peers[kind] += 1
-            self._send_message(identity, Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True))
+            self._send_message(
+                identity,
+                Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True),
+            )
             return
         self._sessions[identity] = SenderSession(hello.session, self._clock())
         self._announce_limit()
@@ -272,13 +297,15 @@ class TrajectoryReceiver:
     def _is_current_session(self, identity: bytes, session: str) -> bool:
         """Return True if a message belongs to the sender's current session.
 
-        A sender opens a socket for each session, and ZeroMQ gives what is left of the earlier one another name, so that
-        its session is unknown here. What it was is sent again anyway.
+        A sender opens a socket for each session, and ZeroMQ gives what is left of the earlier one
+        another name, so that its session is unknown here. What it was is sent again anyway.
         """
         peer = self._sessions.get(identity)
         if peer is None:
             # The session is from before this receiver started, or before it dropped this sender.
-            self._send_message(identity, Refusal(session, "unknown session: say HELLO", final=False))
+            self._send_message(
+                identity, Refusal(session, "unknown session: say HELLO", final=False)
+            )
             return False
         if peer.session != session:
             return False
@@ -297,32 +324,45 @@ class TrajectoryReceiver:
                 self._receive_item(identity, item, pieces)
 
     def _receive_item(self, identity: bytes, item: DeliveryItem, pieces: Sequence[Frame]) -> None:
-        trajectory_id, group_index = item.trajectory_id, item.group_index
-        if problem := self._rejection_reason(item, pieces):
+        trajectory_id = item.trajectory_id
+        group_index = item.group_index
+        problem = self._rejection_reason(item, pieces)
+        if problem:
             self._reject_trajectory(identity, trajectory_id, problem)
         elif (group_index, trajectory_id) in self.ledger:
             self._acknowledge_duplicates(identity, trajectory_id)
-        elif self._memory.try_reserve(trajectory_id, group_index, item.nbytes, self._free_disk_bytes):
+        elif self._memory.try_reserve(
+            trajectory_id, group_index, item.nbytes, self._free_disk_bytes
+        ):
             self._intake.add(IncomingTrajectory([identity], item, pieces))
         else:
             self._announce_limit()  # first, or it would be sent again at once
-            self._send_message(identity, Reject(trajectory_id, "there is no free memory for it", again="later"))
+            self._send_message(
+                identity, Reject(trajectory_id, "there is no free memory for it", again="later")
+            )
 
     def _rejection_reason(self, item: DeliveryItem, pieces: Sequence[Frame]) -> str:
         """Return why an item like this is never accepted; empty if it may be."""
-        trajectory_id, group_index, nbytes = item.trajectory_id, item.group_index, item.nbytes
+        trajectory_id = item.trajectory_id
+        group_index = item.group_index
+        nbytes = item.nbytes
         if nbytes > self._max_trajectory_bytes:
             return f"{nbytes} bytes, more than {self._max_trajectory_bytes}"
         if group_index < 0 or not self._consumer.is_expected(group_index, trajectory_id):
             return f"group {group_index} has no trajectory {trajectory_id!r}"
-        if (there := sum(map(len, pieces))) > nbytes:
+        there = sum(map(len, pieces))
+        if there > nbytes:
             return f"{there} bytes came, and {nbytes} were announced"
         return ""
 
     @property
     def _free_disk_bytes(self) -> float:
         """The free bytes of the store, less those in hand, which are not in it yet."""
-        return math.inf if self._store is None else self._store.free_bytes - self._intake.unanswered_bytes
+        return (
+            math.inf
+            if self._store is None
+            else self._store.free_bytes - self._intake.unanswered_bytes
+        )
 
     async def _answer_arrivals(self) -> None:
         """Answer the sender of each trajectory that the intake has done with."""
@@ -333,7 +373,8 @@ class TrajectoryReceiver:
                 logger.exception("the trajectory receiver continues after an error")
 
     def _answer_sender(self, arrival: IncomingTrajectory, outcome: IntakeOutcome) -> None:
-        name, (identity, *others) = arrival.trajectory_id, arrival.sender_identities
+        name = arrival.trajectory_id
+        identity, *others = arrival.sender_identities
         if outcome.kind == "over":
             self._acknowledge_duplicates(identity, name)
         elif outcome.kind == "refused":
@@ -356,8 +397,11 @@ class TrajectoryReceiver:
         self._announce_soon()
 
     def _send_acks(self) -> None:
-        """Send one ACK to each sender for everything that was accepted and is not acknowledged yet."""
-        acks, self._pending_acks, self._unacknowledged_bytes = self._pending_acks, {}, 0
+        """Send one ACK to each sender for everything that was accepted and is not
+        acknowledged yet."""
+        acks = self._pending_acks
+        self._pending_acks = {}
+        self._unacknowledged_bytes = 0
         for identity, ids in acks.items():
             for i in range(0, len(ids), MAX_ACK_IDS):
                 self._send_message(identity, Ack(ids[i : i + MAX_ACK_IDS]))
@@ -375,10 +419,13 @@ class TrajectoryReceiver:
     def _reject_damaged(self, identity: bytes, trajectory_id: str, reason: str) -> None:
         self.damaged += 1
         logger.warning("trajectory %r came damaged: %s", trajectory_id, reason)
-        self._send_message(identity, Reject(trajectory_id, reason[:MAX_REASON_CHARS], again="damaged"))
+        self._send_message(
+            identity, Reject(trajectory_id, reason[:MAX_REASON_CHARS], again="damaged")
+        )
 
     def _announce_soon(self) -> None:
-        """Schedule one announcement to senders of everything that becomes possible in this round of the event loop."""
+        """Schedule one announcement to senders of everything that becomes possible in this round
+        of the event loop."""
         if self._group_limit != NO_GROUP_LIMIT and not self._announce_scheduled:
             self._announce_scheduled = True
             asyncio.get_running_loop().call_soon(self._announce_limit)
@@ -398,13 +445,21 @@ class TrajectoryReceiver:
         at_once = self.settings.credit_bytes // (2 * len(self._sessions))
         in_hand = self._intake.unanswered_of(identity)[:MAX_IN_HAND_IDS]
         self._send_message(
-            identity, Welcome(self._sessions[identity].session, self.incarnation, self._group_limit, at_once, in_hand)
+            identity,
+            Welcome(
+                self._sessions[identity].session,
+                self.incarnation,
+                self._group_limit,
+                at_once,
+                in_hand,
+            ),
         )
 
     def _drop_silent_senders(self) -> None:
         now = self._clock()
         if now - self._heartbeat_due_at > self._heartbeat_seconds:
-            # This end was not listening because its event loop was busy, so nobody counts as silent.
+            # This end was not listening because its event loop was busy, so nobody
+            # counts as silent.
             for peer in self._sessions.values():
                 peer.last_message_at = now
         self._heartbeat_due_at = now + self._heartbeat_seconds
@@ -413,6 +468,7 @@ class TrajectoryReceiver:
                 del self._sessions[identity]
 
     def _send_message(self, identity: bytes, message: ControlMessage) -> None:
-        """Send an answer, which may be lost: WELCOME is repeated, and what is not answered is sent again."""
+        """Send an answer, which may be lost: WELCOME is repeated, and what is not
+        answered is sent again."""
         if self._socket.send([identity, encode_control(message)]) == errno.EHOSTUNREACH:
             self._sessions.pop(identity, None)

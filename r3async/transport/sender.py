@@ -41,22 +41,23 @@ DRAIN_SECONDS = 0.05
 
 
 class TrajectorySender:
-    """A generator's end of the transport: delivers trajectories to one receiver, at least once each, while both are
-    alive.
+    """A generator's end of the transport: delivers trajectories to one receiver, at least once
+    each, while both are alive.
 
-    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is
-    received for `settings.ack_timeout`, or an acknowledgement is missing for as long, or the receiver was restarted,
-    the sender opens a fresh connection and sends again all that is not acknowledged; the receiver drops what it has. If
-    the sender's process ends, what is not acknowledged is lost with it: the holder of the lease leases that work again.
+    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or
+    rejected. If nothing is received for `settings.ack_timeout`, or an acknowledgement is missing
+    for as long, or the receiver was restarted, the sender opens a fresh connection and sends again
+    all that is not acknowledged; the receiver drops what it has. If the sender's process ends, what
+    is not acknowledged is lost with it: the holder of the lease leases that work again.
 
     All methods belong to the event loop's thread.
 
     Args:
         sender_id: Name of this end for the receiver; two live senders must not share one.
-        validate: Function that names the trajectories that the learner would not accept; it runs off the event loop if
-            they are large.
-        on_reject: `on_reject(trajectory, reason)` is called, on the event loop, for a trajectory that the learner will
-            never accept.
+        validate: Function that names the trajectories that the learner would not accept; it runs
+            off the event loop if they are large.
+        on_reject: `on_reject(trajectory, reason)` is called, on the event loop, for a trajectory
+            that the learner will never accept.
     """
 
     def __init__(
@@ -87,12 +88,15 @@ class TrajectorySender:
         """Fresh connections after the first."""
         self.damaged = 0
         """Deliveries damaged in transit."""
-        self._validate, self._on_reject = validate, on_reject
-        self._unique_id, self._clock = world.unique_id, world.clock.monotonic
+        self._validate = validate
+        self._on_reject = on_reject
+        self._unique_id = world.unique_id
+        self._clock = world.clock.monotonic
         self._encoder = TrajectoryEncoder(settings, validate, self._on_encoded, world)
         self._outbox = Outbox()
         self._all_settled = asyncio.Event()
-        """Event that is set while nothing is unacknowledged, or once nothing will ever be settled again."""
+        """Event that is set while nothing is unacknowledged, or once nothing will ever
+        be settled again."""
         self._all_settled.set()
         self._error: TransportError | None = None
         self._session = ""
@@ -111,34 +115,40 @@ class TrajectorySender:
         return len(self._encoder.unencoded) + len(self._outbox)
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """Return True if a trajectory was handed to `send` and is not acknowledged or rejected yet."""
+        """Return True if a trajectory was handed to `send` and is not acknowledged
+        or rejected yet."""
         return trajectory_id in self._encoder.unencoded or trajectory_id in self._outbox
 
     async def start(self) -> None:
-        """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an invalid
-        endpoint; `send` and `flush` raise a refusal."""
+        """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for
+        an invalid endpoint; `send` and `flush` raise a refusal."""
         assert self._task is None, "a sender is started once"
         try:
             self._open_connection()
         except OSError as error:
             await self.close()
-            raise TransportError(f"cannot connect to {self.endpoint!r}: {error.strerror}") from error
+            raise TransportError(
+                f"cannot connect to {self.endpoint!r}: {error.strerror}"
+            ) from error
         self._task = asyncio.create_task(
             in_stage("messages", self._run_heartbeat()), name=f"transport-sender-{self.sender_id}"
         )
 
     async def send(self, trajectory: Trajectory, *, more_follow: bool = False) -> None:
-        """Send a trajectory, and return when it is on its way, which may take until the learner has memory for it.
+        """Send a trajectory, and return when it is on its way, which may take until the learner
+        has memory for it.
 
-        From then on the sender delivers it, and its arrays must not be changed. If cancelled before that, it is not
-        sent. Raises `SenderRefusedError` if the receiver refuses this sender, `TransportError` if it is closed, or if
-        the trajectory is too large or is being sent already, and `WireError` if it is not valid.
+        From then on the sender delivers it, and its arrays must not be changed. If cancelled before
+        that, it is not sent. Raises `SenderRefusedError` if the receiver refuses this sender,
+        `TransportError` if it is closed, or if the trajectory is too large or is being sent
+        already, and `WireError` if it is not valid.
 
         Args:
             more_follow: Others of its group will follow, for which it waits up to `LINGER_SECONDS`.
         """
         self._raise_error()
-        name, waiter = trajectory.trajectory_id, asyncio.get_running_loop().create_future()
+        name = trajectory.trajectory_id
+        waiter = asyncio.get_running_loop().create_future()
         if name in self:
             raise TransportError(f"trajectory {name!r} is being sent already")
         try:
@@ -153,8 +163,8 @@ class TrajectorySender:
             raise
 
     async def flush(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds until everything is acknowledged. Returns how many trajectories are not; raises
-        as `send` does."""
+        """Wait up to `timeout` seconds until everything is acknowledged. Returns how many
+        trajectories are not; raises as `send` does."""
         self._encoder.encode_soon()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_settled.wait(), timeout)
@@ -162,9 +172,10 @@ class TrajectorySender:
         return self.unacknowledged
 
     async def close(self) -> None:
-        """Disconnect at once. What is not acknowledged is given up (call `flush` first), and callers that wait in
-        `send` get a `TransportError`. Idempotent."""
-        task, self._task = self._task, None
+        """Disconnect at once. What is not acknowledged is given up (call `flush` first), and
+        callers that wait in `send` get a `TransportError`. Idempotent."""
+        task = self._task
+        self._task = None
         if task is not None:
             task.cancel()
             await asyncio.wait({task}, timeout=5)
@@ -175,7 +186,8 @@ class TrajectorySender:
         try:
             while self._error is None:
                 await asyncio.sleep(self.settings.ack_timeout / HEARTBEATS_PER_TIMEOUT)
-                # Read all available messages before judging what is missing: this end may have been busy itself.
+                # Read all available messages before judging what is missing: this end may have
+                # been busy itself.
                 self._socket.receive_pending(DRAIN_SECONDS)
                 self._check_connection()
         except Exception as error:
@@ -188,19 +200,24 @@ class TrajectorySender:
             self._stop_on_defect(error)
 
     def _stop_on_defect(self, error: Exception) -> None:
-        """Stop after a defect, here or in a callback: callers that wait in `send` would otherwise wait for ever."""
+        """Stop after a defect, here or in a callback: callers that wait in `send` would
+        otherwise wait for ever."""
         logger.error("the trajectory sender stopped", exc_info=error)
         self._fail_all(TransportError(f"the sender stopped: {type(error).__name__}: {error}"))
 
     def _open_connection(self) -> None:
-        """Open a fresh socket and session. Nothing is resent until it is welcomed, so trying again costs little."""
+        """Open a fresh socket and session. Nothing is resent until it is welcomed, so trying
+        again costs little."""
         if self._session:
             self._socket.close()
             self.reconnects += 1
-        self._is_welcomed, self._last_message_at = False, -math.inf
+        self._is_welcomed = False
+        self._last_message_at = -math.inf
         self.resent += self._outbox.requeue_all()
         identity = self.sender_id.encode()
-        self._socket = self._sockets.connect_dealer(self.endpoint, identity, self._on_message, keys=self._keys)
+        self._socket = self._sockets.connect_dealer(
+            self.endpoint, identity, self._on_message, keys=self._keys
+        )
         self._session = self._unique_id()
         self._last_message_at = self._clock()
         self._send_hello()
@@ -216,16 +233,20 @@ class TrajectorySender:
         self._send_message(Hello(self._session, self.sender_id, self.run_id, SCHEMA.fingerprint))
 
     def _check_connection(self) -> None:
-        """Reconnect if the receiver is silent or an answer is overdue; otherwise show that this end is alive."""
+        """Reconnect if the receiver is silent or an answer is overdue; otherwise show that
+        this end is alive."""
         if self._error is not None:
             return
         if self._socket.denial_reason:
-            self._fail_all(SenderRefusedError(f"{self.endpoint} refuses {self._socket.denial_reason}"))
+            self._fail_all(
+                SenderRefusedError(f"{self.endpoint} refuses {self._socket.denial_reason}")
+            )
             return
         now = self._clock()
         overdue = self._outbox.is_overdue(now, self.settings.ack_timeout * self._backoff)
         if overdue:
-            # A link on which the largest message takes longer than the timeout would otherwise never deliver it.
+            # A link on which the largest message takes longer than the timeout would otherwise
+            # never deliver it.
             self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         if overdue or now - self._last_message_at > self.settings.ack_timeout:
             self._try_reconnect()
@@ -254,25 +275,33 @@ class TrajectorySender:
                 self._try_reconnect()
 
     def _on_welcome(self, message: Welcome) -> None:
-        if self._is_welcomed and message.epoch != self.receiver_incarnation:  # what the old one had in hand is lost
+        # What the old one had in hand is lost.
+        if self._is_welcomed and message.epoch != self.receiver_incarnation:
             self._try_reconnect()
             return
-        self.receiver_incarnation, self._is_welcomed = message.epoch, True
-        self._group_limit, self._max_in_flight_bytes = message.until, message.at_once
+        self.receiver_incarnation = message.epoch
+        self._is_welcomed = True
+        self._group_limit = message.until
+        self._max_in_flight_bytes = message.at_once
         self._outbox.mark_in_hand(message.in_hand, self._clock())
         self._send_ready()
 
     def _on_reject_message(self, message: Reject) -> None:
-        name, damaged = message.trajectory_id, message.again == "damaged"
-        if message.again != "never" and self._outbox.requeue_trajectory(name, self._clock(), damaged=damaged):
+        name = message.trajectory_id
+        damaged = message.again == "damaged"
+        if message.again != "never" and self._outbox.requeue_trajectory(
+            name, self._clock(), damaged=damaged
+        ):
             self._last_message_at = self._clock()
             self.damaged += damaged
             self._send_ready()
-        elif message.again != "later" and (pending := self._settle_trajectory(name)):
-            self._report_rejected(pending.trajectory, message.reason)
-            self._send_ready()
+        elif message.again != "later":
+            pending = self._settle_trajectory(name)
+            if pending:
+                self._report_rejected(pending.trajectory, message.reason)
+                self._send_ready()
 
-    # -- sending ---------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def _on_encoded(self, results: Sequence[tuple[Trajectory, SendWaiter, EncodeResult]]) -> None:
         try:
@@ -285,7 +314,9 @@ class TrajectorySender:
             self._stop_on_defect(error)
         self._update_settled()
 
-    def _enqueue_encoded(self, trajectory: Trajectory, waiter: SendWaiter, encoded: EncodeResult) -> None:
+    def _enqueue_encoded(
+        self, trajectory: Trajectory, waiter: SendWaiter, encoded: EncodeResult
+    ) -> None:
         if self._error is not None:
             waiter.set_exception(copy_error(self._error))
         elif isinstance(encoded, Exception):
@@ -294,15 +325,21 @@ class TrajectorySender:
             waiter.set_result(None)
             self._report_rejected(trajectory, encoded)
         elif trajectory.trajectory_id in self:
-            waiter.set_exception(TransportError(f"trajectory {trajectory.trajectory_id!r} is being sent already"))
+            waiter.set_exception(
+                TransportError(f"trajectory {trajectory.trajectory_id!r} is being sent already")
+            )
         else:
             encoded.sent_waiter = waiter
             self._outbox.add(encoded)
 
     def _send_ready(self) -> None:
         """Send everything that may be sent now."""
-        while self._is_welcomed and (ready := self._outbox.next_batch(self._group_limit, self._max_in_flight_bytes)):
-            if self._socket.send(encode_delivery(self._session, [p.item for p in ready], [p.frames for p in ready])):
+        while self._is_welcomed and (
+            ready := self._outbox.next_batch(self._group_limit, self._max_in_flight_bytes)
+        ):
+            if self._socket.send(
+                encode_delivery(self._session, [p.item for p in ready], [p.frames for p in ready])
+            ):
                 break  # The connection's queue is full: the next answer, or WELCOME, tries again.
             now = self._clock()
             for pending in ready:
@@ -314,7 +351,8 @@ class TrajectorySender:
         self._socket.send([encode_control(message)])
 
     def _settle_trajectory(self, trajectory_id: str) -> OutgoingTrajectory | None:
-        """Settle a trajectory after its final answer, and return it; None if it is settled already."""
+        """Settle a trajectory after its final answer, and return it; None if it is
+        settled already."""
         pending = self._outbox.settle_trajectory(trajectory_id, self._clock())
         if pending is None:
             return None
@@ -345,13 +383,16 @@ class TrajectorySender:
             raise copy_error(self._error)
 
     def _fail_all(self, error: TransportError) -> None:
-        """Fail for good: all waiting callers get the error, now and later. The first error stands."""
+        """Fail for good: all waiting callers get the error, now and later. The
+        first error stands."""
         if self._error is None:
             self._error = error
         self._all_settled.set()
         waiting = [waiter for _, waiter in self._encoder.unencoded.values()]
         self._encoder.unencoded.clear()
-        waiting += [p.sent_waiter for p in self._outbox.waiting.values() if p.sent_waiter is not None]
+        waiting += [
+            p.sent_waiter for p in self._outbox.waiting.values() if p.sent_waiter is not None
+        ]
         for waiter in waiting:
             if not waiter.done():
                 waiter.set_exception(copy_error(self._error))

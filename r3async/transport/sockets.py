@@ -1,4 +1,5 @@
-"""Parts that both ends share: a socket before there is one, errors, and work that is kept off the event loop."""
+"""Parts that both ends share: a socket before there is one, errors, and work that is kept
+off the event loop."""
 
 from __future__ import annotations
 
@@ -12,20 +13,21 @@ from r3async.world import Threads
 from r3async.world.curve_keys import TransportError
 
 OFFLOAD_BYTES = 256 * 2**10
-"""Bytes of payload above which it is encoded, checksummed and decoded in a thread. Smaller payloads take less time than
-the hop to a thread."""
+"""Bytes of payload above which it is encoded, checksummed and decoded in a thread. Smaller payloads
+take less time than the hop to a thread."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 TrajectoryValidator = Callable[[Sequence[Trajectory]], Mapping[int, str]]
-"""Function that returns, by position, why trajectories will never be accepted; those that may be are left out."""
+"""Function that returns, by position, why trajectories will never be accepted; those that may
+be are left out."""
 
 
 class SenderRefusedError(TransportError):
-    """Refusal of a sender by the receiver, which belongs to another run, has another schema, or does not know the
-    sender's key. Trying again cannot help."""
+    """Refusal of a sender by the receiver, which belongs to another run, has another schema, or
+    does not know the sender's key. Trying again cannot help."""
 
 
 class NullSocket:
@@ -43,8 +45,11 @@ class NullSocket:
         pass
 
 
-async def run_off_loop(threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run `function` on `nbytes` bytes of payload: in a thread if it would otherwise block the event loop."""
+async def run_off_loop(
+    threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Run `function` on `nbytes` bytes of payload: in a thread if it would otherwise
+    block the event loop."""
     if nbytes <= OFFLOAD_BYTES:
         return function(*args, **kwargs)
     return await threads.run(function, *args, **kwargs)

@@ -17,14 +17,14 @@ from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
 LINGER_SECONDS = 0.05
-"""Seconds that a trajectory waits, at most, for others that are sent with it. Nobody waits for it: its group lacks
-others."""
+"""Seconds that a trajectory waits, at most, for others that are sent with it. Nobody waits for it:
+its group lacks others."""
 ENCODE_BATCH = 8
 """Trajectories that are validated and encoded together, at most."""
 
 EncodeResult = OutgoingTrajectory | str | Exception
-"""Result of encoding: the trajectory to send, the reason why the learner would not accept it, or the error for the
-caller of `send`."""
+"""Result of encoding: the trajectory to send, the reason why the learner would not accept it, or
+the error for the caller of `send`."""
 SendWaiter = asyncio.Future[None]
 """Future of a caller of `send`, resolved when the trajectory is on its way."""
 
@@ -32,7 +32,8 @@ SendWaiter = asyncio.Future[None]
 class TrajectoryEncoder:
     """An encoder that validates and encodes trajectories before they are sent.
 
-    `on_encoded([(trajectory, waiter, encoded), ...])` is called on the event loop with what was encoded together.
+    `on_encoded([(trajectory, waiter, encoded), ...])` is called on the event loop with what was
+    encoded together.
     """
 
     def __init__(
@@ -42,19 +43,23 @@ class TrajectoryEncoder:
         on_encoded: Callable[[Sequence[tuple[Trajectory, SendWaiter, EncodeResult]]], None],
         world: World = REAL_WORLD,
     ):
-        self._settings, self._validate, self._on_encoded = settings, validate, on_encoded
-        self._threads, self._clock = world.threads, world.clock.monotonic
+        self._settings = settings
+        self._validate = validate
+        self._on_encoded = on_encoded
+        self._threads = world.threads
+        self._clock = world.clock.monotonic
         self.unencoded: dict[str, tuple[Trajectory, SendWaiter]] = {}
         """Small trajectories that wait to be encoded, by id."""
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_scheduled = False
         """True if the event loop's next round encodes them."""
         self._large_lock = asyncio.Lock()
-        """Lock that limits encoding of large trajectories to one thread, which keeps up with the connection."""
+        """Lock that limits encoding of large trajectories to one thread, which keeps up
+        with the connection."""
 
     async def add(self, trajectory: Trajectory, waiter: SendWaiter, *, more_follow: bool) -> None:
-        """Add a trajectory. A small one is only queued, and waits for others with `more_follow`; a large one is encoded
-        in a thread when this returns."""
+        """Add a trajectory. A small one is only queued, and waits for others with `more_follow`; a
+        large one is encoded in a thread when this returns."""
         if sum(sample.table.nbytes for sample in trajectory.samples) > OFFLOAD_BYTES:
             async with self._large_lock:
                 with stage("encode"):
@@ -65,7 +70,9 @@ class TrajectoryEncoder:
         if not more_follow:
             self.encode_soon()
         elif self._linger_timer is None:
-            self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, self.encode_soon)
+            self._linger_timer = asyncio.get_running_loop().call_later(
+                LINGER_SECONDS, self.encode_soon
+            )
 
     def encode_soon(self) -> None:
         """Encode the waiting trajectories in the next round of the event loop."""
@@ -77,8 +84,8 @@ class TrajectoryEncoder:
             asyncio.get_running_loop().call_soon(self._encode_waiting)
 
     def _encode_waiting(self) -> None:
-        """Encode as many trajectories as `TURN_SECONDS` allows, because many episodes may end together. The rest
-        follows in the next round."""
+        """Encode as many trajectories as `TURN_SECONDS` allows, because many episodes may end
+        together. The rest follows in the next round."""
         until = self._clock() + TURN_SECONDS
         made: list[tuple[Trajectory, SendWaiter, EncodeResult]] = []
         with stage("encode"):
@@ -104,10 +111,11 @@ class TrajectoryEncoder:
             frames = encode_trajectory(trajectory, routes=self._settings.routes)
         except Exception as error:
             return error
-        nbytes, most = decoded_bytes(frames, trajectory), self._settings.max_message_bytes
+        nbytes = decoded_bytes(frames, trajectory)
+        most = self._settings.max_message_bytes
         if nbytes > most:
             return TransportError(
-                f"trajectory {trajectory.trajectory_id!r} takes {nbytes} bytes, more than `transport.max_message_bytes` = "
-                f"{most}: raise that, or shorten the episode"
+                f"trajectory {trajectory.trajectory_id!r} takes {nbytes} bytes, more than "
+                f"`transport.max_message_bytes` = {most}: raise that, or shorten the episode"
             )
         return OutgoingTrajectory(trajectory, nbytes, frames)

@@ -1,4 +1,5 @@
-"""Charts of a run: curves drawn together on a terminal and in a report, with data and axes for a report's script."""
+"""Charts of a run: curves drawn together on a terminal and in a report, with data and axes for a
+report's script."""
 
 from __future__ import annotations
 
@@ -13,12 +14,11 @@ from r3async.data.metrics import LINE_COLORS, METRICS, finite_or_none, sort_metr
 
 X_AXES = ("step", "time", "tokens")
 """X axes of curves: the step, seconds since the run began, and tokens trained so far."""
-EVALUATION_REWARD, EVALUATION_ERROR, PASS_AT_PREFIX = (
-    "evaluation/reward_mean",
-    "evaluation/reward_error",
-    "evaluation/pass@",
-)
-"""Fields of a line of `evaluation.jsonl`; the number of answers k follows the prefix `evaluation/pass@`."""
+EVALUATION_REWARD = "evaluation/reward_mean"
+EVALUATION_ERROR = "evaluation/reward_error"
+PASS_AT_PREFIX = "evaluation/pass@"
+"""Fields of a line of `evaluation.jsonl`; the number of answers k follows the prefix
+`evaluation/pass@`."""
 
 MetricsRows = Sequence[dict[str, Any]]
 NumberColumn = list[float | None]
@@ -63,7 +63,11 @@ class Chart(msgspec.Struct, frozen=True):
     @property
     def lines(self) -> list[ChartLine]:
         """The curves of the metric catalogue that belong to this chart, by its title."""
-        return [ChartLine(m.name, *m.curve[1:]) for m in METRICS.values() if m.curve and m.curve.chart == self.title]
+        return [
+            ChartLine(m.name, *m.curve[1:])
+            for m in METRICS.values()
+            if m.curve and m.curve.chart == self.title
+        ]
 
 
 CHARTS = (
@@ -93,7 +97,10 @@ CHARTS = (
     Chart("Reward spread", "standard deviation of an episode's reward"),
     Chart("Response length", "sampled in an episode", "tokens", "whole"),
     Chart(
-        "Truncated", "an answer was cut at its length, or the context was full", number_format="share", is_share=True
+        "Truncated",
+        "an answer was cut at its length, or the context was full",
+        number_format="share",
+        is_share=True,
     ),
     Chart("Clipped", "trained tokens held by a bound of the policy loss", number_format="share"),
     Chart("Learner time", "per step", "s", is_performance=True),
@@ -110,9 +117,14 @@ CHARTS = (
     ),
 )
 PASS_AT_K_CHART = Chart(
-    "Solved", "pass@k: tasks of which one of k answers is right", number_format="share", is_share=True
+    "Solved",
+    "pass@k: tasks of which one of k answers is right",
+    number_format="share",
+    is_share=True,
 )
-EVALUATION_CHART = Chart("Evaluation", "mean reward on tasks held out from training, with its standard error")
+EVALUATION_CHART = Chart(
+    "Evaluation", "mean reward on tasks held out from training, with its standard error"
+)
 
 
 class ChartSet:
@@ -129,18 +141,29 @@ class ChartSet:
         self.series: dict[str, list[Any]] = {}
 
     def add_chart(
-        self, chart: Chart, drawn: Sequence[tuple[ChartLine, NumberColumn]], bound: int | None = None, **overrides: Any
+        self,
+        chart: Chart,
+        drawn: Sequence[tuple[ChartLine, NumberColumn]],
+        bound: int | None = None,
+        **overrides: Any,
     ) -> None:
         """Add a chart of the lines that have a value, if any line has one.
 
         `overrides` replace fields of the chart or add new ones.
         """
-        kept = [(line, column) for line, column in drawn if any(value is not None for value in column)]
+        kept = [
+            (line, column) for line, column in drawn if any(value is not None for value in column)
+        ]
         if kept:
             self.series |= {line.metric: column for line, column in kept}
-            leading = [column for line, column in kept if not line.points] or [column for _, column in kept]
+            leading = [column for line, column in kept if not line.points] or [
+                column for _, column in kept
+            ]
             values = [value for column in leading for value in column if value is not None]
-            lines = {"id": f"{self._kind}-{len(self.charts)}", "lines": [msgspec.to_builtins(line) for line, _ in kept]}
+            lines = {
+                "id": f"{self._kind}-{len(self.charts)}",
+                "lines": [msgspec.to_builtins(line) for line, _ in kept],
+            }
             self.charts.append(make_chart_frame(chart, values, bound) | lines | overrides)
 
 
@@ -170,27 +193,34 @@ def build_other_charts(rows: MetricsRows) -> tuple[ChartSet, list[tuple[str, flo
         if len(values) == 1 and len(rows) > 1:
             constants.append((known.label, values.pop()))
         else:
-            drawing.add_chart(chart, [(ChartLine(known.name, known.label, "blue"), column)], group=known.group)
+            drawing.add_chart(
+                chart, [(ChartLine(known.name, known.label, "blue"), column)], group=known.group
+            )
     return drawing, constants
 
 
 def build_overlay_charts(
     runs: Sequence[MetricsRows], names: Sequence[str], axes: Sequence[dict[str, list[Any]]]
 ) -> ChartSet:
-    """Build one chart for each curve that any run has, with one line per run. `axes` are from `make_x_columns`."""
+    """Build one chart for each curve that any run has, with one line per run. `axes` are from
+    `make_x_columns`."""
     drawing = ChartSet("chart")
     for chart in CHARTS:
         for line in chart.lines:
             drawn = [
                 (
-                    ChartLine(f"{i}:{line.metric}", names[i], pick_color(i), points=line.points, x=f"{i}:"),
+                    ChartLine(
+                        f"{i}:{line.metric}", names[i], pick_color(i), points=line.points, x=f"{i}:"
+                    ),
                     extract_column(chart, line.metric, rows),
                 )
                 for i, rows in enumerate(runs)
             ]
             title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {line.label}"
             drawing.add_chart(chart, drawn, title=title, bound=None)
-    drawing.series |= {f"{i}:{name}": column for i, columns in enumerate(axes) for name, column in columns.items()}
+    drawing.series |= {
+        f"{i}:{name}": column for i, columns in enumerate(axes) for name, column in columns.items()
+    }
     return drawing
 
 
@@ -203,9 +233,14 @@ def make_x_columns(rows: MetricsRows, started: float | None = None) -> dict[str,
 
     Time counts from `started`, in unix seconds, or from the first row.
     """
-    times, tokens = ([finite_or_none(row.get(name)) for row in rows] for name in ("time", "batch/trained_tokens"))
-    columns: dict[str, list[Any]] = {"x/step": [row.get("step", at + 1) for at, row in enumerate(rows)]}
-    if known := [at for at in times if at is not None]:
+    times, tokens = (
+        [finite_or_none(row.get(name)) for row in rows] for name in ("time", "batch/trained_tokens")
+    )
+    columns: dict[str, list[Any]] = {
+        "x/step": [row.get("step", at + 1) for at, row in enumerate(rows)]
+    }
+    known = [at for at in times if at is not None]
+    if known:
         since = min(known) if started is None else started
         columns["x/time"] = [None if at is None else round(at - since, 2) for at in times]
     if any(tokens):
@@ -214,15 +249,19 @@ def make_x_columns(rows: MetricsRows, started: float | None = None) -> dict[str,
 
 
 def extract_column(chart: Chart, name: str, rows: MetricsRows) -> NumberColumn:
-    """Return the values of a metric in all rows, rounded to be short on a page; None where there is nothing to draw."""
+    """Return the values of a metric in all rows, rounded to be short on a page; None where there is
+    nothing to draw."""
     known = [finite_or_none(row.get(name)) for row in rows]
     column = [float(f"{value:.6g}") if isinstance(value, float) else value for value in known]
-    return [v if v is not None and v > 0 else None for v in column] if chart.has_log_scale else column
+    return (
+        [v if v is not None and v > 0 else None for v in column] if chart.has_log_scale else column
+    )
 
 
 def make_chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -> dict[str, Any]:
     """Return the chart without its lines: its texts, and its axes scaled to `values`."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     limits = None
     if chart.shows_bound:
         limits = [-0.08 * max(high, bound or 0, 1), max(high, bound or 0, 1) * 1.15]

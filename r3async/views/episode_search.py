@@ -81,9 +81,12 @@ class EpisodeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_params(cls, params: Mapping[str, str]) -> EpisodeQuery:
-        """Parse a query. Raises `ValueError` for a value that is not a number, or an unknown order."""
+        """Parse a query. Raises `ValueError` for a value that is not a number, or
+        an unknown order."""
         try:
-            query = msgspec.convert({name: word for name, word in params.items() if word}, cls, strict=False)
+            query = msgspec.convert(
+                {name: word for name, word in params.items() if word}, cls, strict=False
+            )
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
         if query.order not in SORT_KEYS or query.page < 0:
@@ -91,7 +94,8 @@ class EpisodeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return query
 
     def matches_episode(self, episode: EpisodeEntry) -> bool:
-        """Return True if the episode matches. An unknown reward or step matches only a query without limits for it."""
+        """Return True if the episode matches. An unknown reward or step matches only a query
+        without limits for it."""
         words = self.text.casefold().strip()
         return (
             (not self.environment or self.environment == episode.environment)
@@ -159,37 +163,50 @@ class EpisodeIndex:
         self._conversations_file.close()
 
     def _add_conversation(self, line: dict[str, Any]) -> None:
-        step, reward = line.get("step"), finite_or_none(line.get("reward"))
+        step = line.get("step")
+        reward = finite_or_none(line.get("reward"))
         name = str(line.get("trajectory") or f"line-{len(self._entries)}")
         episode = self._get_or_create(step, name)
         turns = line["turns"]
-        said = "\n".join(str(turn.get(who) or "") for turn in turns for who in ("user", "assistant"))
-        episode.conversation, episode.turns = line, len(turns)
+        said = "\n".join(
+            str(turn.get(who) or "") for turn in turns for who in ("user", "assistant")
+        )
+        episode.conversation = line
+        episode.turns = len(turns)
         episode.search_text = said[:MAX_SEARCHED_CHARACTERS].casefold()
         episode.reward = reward if episode.reward is None else episode.reward
 
     def _add_traces(self, entries: Iterable[RouteEntry]) -> None:
-        for (step, name), parts in groupby(entries, lambda e: (e.facts["step"], e.facts["trajectory_id"])):
+        for (step, name), parts in groupby(
+            entries, lambda e: (e.facts["step"], e.facts["trajectory_id"])
+        ):
             kept = list(parts)
             episode = self._get_or_create(step, name)
             if {entry.path for entry in episode.route_entries} != {entry.path for entry in kept}:
-                episode.route_entries = []  # they are from an earlier start, and a resume repeated the step
+                # They are from an earlier start, and a resume repeated the step.
+                episode.route_entries = []
             episode.route_entries = [*episode.route_entries, *kept]
             columns = [found for entry in episode.route_entries if (found := _read_columns(entry))]
             if columns:
                 self._fill_from_columns(episode, columns)
 
-    def _fill_from_columns(self, episode: EpisodeEntry, columns: Sequence[dict[str, np.ndarray]]) -> None:
+    def _fill_from_columns(
+        self, episode: EpisodeEntry, columns: Sequence[dict[str, np.ndarray]]
+    ) -> None:
         versions = np.concatenate([each["policy_version"][each["loss_mask"]] for each in columns])
         turns = np.concatenate([each["turn"][each["loss_mask"]] for each in columns])
         episode.tokens = sum(len(each["token_ids"]) for each in columns)
         episode.oldest_version = int(versions.min()) if len(versions) else None
         episode.turns = int(turns.max()) + 1 if len(turns) else 0
-        reward = finite_or_none(sum(float(each["rewards"].sum(dtype=np.float64)) for each in columns))
+        reward = finite_or_none(
+            sum(float(each["rewards"].sum(dtype=np.float64)) for each in columns)
+        )
         episode.reward = None if reward is None else round(reward, 9)
         if not episode.conversation:
             ids = np.concatenate([each["token_ids"] for each in columns])[:MAX_SEARCHED_CHARACTERS]
-            episode.search_text = self.tokenizer.decode_tokens(ids.tolist())[:MAX_SEARCHED_CHARACTERS].casefold()
+            episode.search_text = self.tokenizer.decode_tokens(ids.tolist())[
+                :MAX_SEARCHED_CHARACTERS
+            ].casefold()
 
     def _get_or_create(self, step: int | None, name: str) -> EpisodeEntry:
         which = parse_episode_id(name)
@@ -203,11 +220,13 @@ class EpisodeIndex:
             self._tokenizer = RunTokenizer(self._run_dir)
         return self._tokenizer
 
-    # -- rendering -------------------------------------------------------------------------------------------------
+    # -- rendering ---------------------------------------------------------------------------------
 
     def render_list(self, query: EpisodeQuery, versions: StepVersions) -> str:
         """Render a page of the episodes that match `query`, as HTML."""
-        found = sorted(filter(query.matches_episode, self._entries.values()), key=SORT_KEYS[query.order])
+        found = sorted(
+            filter(query.matches_episode, self._entries.values()), key=SORT_KEYS[query.order]
+        )
         first = query.page * EPISODES_PER_PAGE
         return TEMPLATES.get_template("report_found.html").render(
             episodes=[
@@ -221,8 +240,11 @@ class EpisodeIndex:
             pages=-(-len(found) // EPISODES_PER_PAGE),
         )
 
-    def render_episode(self, key: str, versions: StepVersions, *, group: bool = False) -> str | None:
-        """Render an episode as HTML, or with `group` all kept episodes of its group beside each other.
+    def render_episode(
+        self, key: str, versions: StepVersions, *, group: bool = False
+    ) -> str | None:
+        """Render an episode as HTML, or with `group` all kept episodes of its group
+        beside each other.
 
         Returns None if there is no episode `key`.
         """
@@ -250,7 +272,11 @@ class EpisodeIndex:
         if episode.group is None:
             yield episode
             return
-        found = [each for each in self._entries.values() if (each.step, each.group) == (episode.step, episode.group)]
+        found = [
+            each
+            for each in self._entries.values()
+            if (each.step, each.group) == (episode.step, episode.group)
+        ]
         yield from sorted(found, key=lambda each: each.trajectory)
 
     def _render_details(self, episode: EpisodeEntry, versions: StepVersions) -> dict[str, Any]:
@@ -268,7 +294,11 @@ class EpisodeIndex:
 
 def _compute_staleness(episode: EpisodeEntry, versions: StepVersions) -> int | None:
     version = versions.by_step.get(episode.step)
-    return None if version is None or episode.oldest_version is None else version - episode.oldest_version
+    return (
+        None
+        if version is None or episode.oldest_version is None
+        else version - episode.oldest_version
+    )
 
 
 def _format_reward(reward: float | None) -> tuple[str, str]:
@@ -281,7 +311,8 @@ EPISODE_COLUMNS = ("token_ids", "loss_mask", "policy_version", "turn", "rewards"
 
 
 def _read_columns(entry: RouteEntry) -> dict[str, np.ndarray]:
-    """Read the short columns of a record, without its routes, which are most of its bytes; {} if it is damaged.
+    """Read the short columns of a record, without its routes, which are most of its bytes; {}
+    if it is damaged.
 
     The checksum covers the whole record, so it is verified only when the episode is opened.
     """
@@ -291,10 +322,19 @@ def _read_columns(entry: RouteEntry) -> dict[str, np.ndarray]:
         return {}
     if not isinstance(record, FramedRecord):
         return {}
-    places = {name: (dtype, at) for at, (name, dtype, _) in enumerate(entry.arrays, start=1) if name in EPISODE_COLUMNS}
+    places = {
+        name: (dtype, at)
+        for at, (name, dtype, _) in enumerate(entry.arrays, start=1)
+        if name in EPISODE_COLUMNS
+    }
     try:
-        found = {name: np.frombuffer(record.frames[at], np.dtype(dtype)) for name, (dtype, at) in places.items()}
+        found = {
+            name: np.frombuffer(record.frames[at], np.dtype(dtype))
+            for name, (dtype, at) in places.items()
+        }
     except (IndexError, TypeError, ValueError):
         return {}
-    sound = set(found) == set(EPISODE_COLUMNS) and len({len(column) for column in found.values()}) == 1
+    sound = (
+        set(found) == set(EPISODE_COLUMNS) and len({len(column) for column in found.values()}) == 1
+    )
     return found if sound and found["loss_mask"].dtype == np.bool_ else {}

@@ -25,23 +25,28 @@ from r3async.views.charts import (
 
 
 def parse_evaluations(lines: MetricsRows, set_name: str = "") -> list[dict[str, Any]]:
-    """Return the evaluations as `{"step", EVALUATION_REWARD, EVALUATION_ERROR}` and each pass@k, in the order of steps.
+    """Return the evaluations as `{"step", EVALUATION_REWARD, EVALUATION_ERROR}` and each pass@k, in
+    the order of steps.
 
-    The error is None where unknown. If a step was evaluated again after a resume, the last evaluation counts.
-    `set_name` is one of `evaluation.sets`; by default the first.
+    The error is None where unknown. If a step was evaluated again after a resume, the last
+    evaluation counts. `set_name` is one of `evaluation.sets`; by default the first.
     """
-    found, passes = {}, _insert_set_name(PASS_AT_PREFIX, set_name)
+    found = {}
+    passes = _insert_set_name(PASS_AT_PREFIX, set_name)
     for line in lines:
-        step, reward = (
-            finite_or_none(line.get("step")),
-            finite_or_none(line.get(_insert_set_name(EVALUATION_REWARD, set_name))),
-        )
+        step = finite_or_none(line.get("step"))
+        reward = finite_or_none(line.get(_insert_set_name(EVALUATION_REWARD, set_name)))
         if step is not None and reward is not None:
-            solved = {PASS_AT_PREFIX + k: finite_or_none(line[passes + k]) for k in find_number_suffixes(passes, line)}
+            solved = {
+                PASS_AT_PREFIX + k: finite_or_none(line[passes + k])
+                for k in find_number_suffixes(passes, line)
+            }
             found[step] = {
                 "step": step,
                 EVALUATION_REWARD: reward,
-                EVALUATION_ERROR: finite_or_none(line.get(_insert_set_name(EVALUATION_ERROR, set_name))),
+                EVALUATION_ERROR: finite_or_none(
+                    line.get(_insert_set_name(EVALUATION_ERROR, set_name))
+                ),
                 **solved,
             }
     return [found[step] for step in sorted(found)]
@@ -71,17 +76,26 @@ def find_evaluated_sets(lines: MetricsRows) -> list[str]:
 def make_evaluation_line(label: str, color: str, prefix: str = "") -> ChartLine:
     """Return the chart line of a run's evaluations.
 
-    Evaluations are few, so each is marked, and they have their own steps. `prefix`, of its columns, differs by run.
+    Evaluations are few, so each is marked, and they have their own steps. `prefix`, of its
+    columns, differs by run.
     """
     return ChartLine(
-        prefix + EVALUATION_REWARD, label, color, x=f"{prefix}evaluation/", error=prefix + EVALUATION_ERROR, marks=True
+        prefix + EVALUATION_REWARD,
+        label,
+        color,
+        x=f"{prefix}evaluation/",
+        error=prefix + EVALUATION_ERROR,
+        marks=True,
     )
 
 
 def build_evaluation_charts(
-    runs: Sequence[tuple[ChartLine, MetricsRows]], axes: Sequence[dict[str, list[Any]]], training: MetricsRows = ()
+    runs: Sequence[tuple[ChartLine, MetricsRows]],
+    axes: Sequence[dict[str, list[Any]]],
+    training: MetricsRows = (),
 ) -> ChartSet:
-    """Build a chart of the evaluations of all runs that have some, and of the reward of the steps of `training`.
+    """Build a chart of the evaluations of all runs that have some, and of the reward of the
+    steps of `training`.
 
     `axes` has the columns of each run from `make_x_columns`.
     """
@@ -90,7 +104,9 @@ def build_evaluation_charts(
     for (line, evaluations), columns in zip(runs, axes, strict=True):
         if evaluations:
             drawn.append((line, [each[EVALUATION_REWARD] for each in evaluations]))
-            drawing.series |= _make_evaluation_columns(line.x, [each["step"] for each in evaluations], columns)
+            drawing.series |= _make_evaluation_columns(
+                line.x, [each["step"] for each in evaluations], columns
+            )
             drawing.series[line.error] = [each[EVALUATION_ERROR] for each in evaluations]
     if not drawn:
         return drawing
@@ -101,12 +117,16 @@ def build_evaluation_charts(
     return drawing
 
 
-def add_pass_chart(drawing: ChartSet, line: ChartLine, evaluations: MetricsRows, title: str) -> None:
+def add_pass_chart(
+    drawing: ChartSet, line: ChartLine, evaluations: MetricsRows, title: str
+) -> None:
     """Add a chart of pass@k of one set, with a line for each k, the largest on top.
 
     `line` is the one that `build_evaluation_charts` drew for the set.
     """
-    counts = sorted({int(k) for each in evaluations for k in find_number_suffixes(PASS_AT_PREFIX, each)})
+    counts = sorted(
+        {int(k) for each in evaluations for k in find_number_suffixes(PASS_AT_PREFIX, each)}
+    )
     drawn = [
         (
             ChartLine(f"{line.metric}@{k}", f"pass@{k}", pick_color(index), x=line.x, marks=True),
@@ -118,7 +138,9 @@ def add_pass_chart(drawing: ChartSet, line: ChartLine, evaluations: MetricsRows,
         drawing.add_chart(PASS_AT_K_CHART, drawn[::-1], title=title)
 
 
-def _make_evaluation_columns(prefix: str, steps: Sequence[float], run: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _make_evaluation_columns(
+    prefix: str, steps: Sequence[float], run: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
     """Return the positions of evaluations after `steps` on each axis of their run.
 
     They are interpolated between its rows; before the first row an axis starts at 0.
@@ -126,7 +148,14 @@ def _make_evaluation_columns(prefix: str, steps: Sequence[float], run: dict[str,
     columns: dict[str, list[Any]] = {f"{prefix}x/step": list(steps)}
     for axis in X_AXES[1:]:
         made = zip(run.get("x/step", ()), run.get(f"x/{axis}", ()), strict=False)
-        known = [(0.0, 0.0), *((step, at) for step, at in made if finite_or_none(step) is not None and at is not None)]
+        known = [
+            (0.0, 0.0),
+            *(
+                (step, at)
+                for step, at in made
+                if finite_or_none(step) is not None and at is not None
+            ),
+        ]
         if len(known) > 1:
             there, at = np.array(known, np.float64).T
             columns[f"{prefix}x/{axis}"] = np.interp(steps, there, at).round(2).tolist()

@@ -1,8 +1,8 @@
 """Incremental reading of a run that is still being written. Each byte of its files is read once.
 
-`FollowedFile` follows one file of lines. `FollowedRun` follows the directory of a run as views show it: columns of
-metrics, the last events, and the state of the run that these imply. Nothing here waits; call `read_new` as often as the
-view should change.
+`FollowedFile` follows one file of lines. `FollowedRun` follows the directory of a run as views show
+it: columns of metrics, the last events, and the state of the run that these imply. Nothing here
+waits; call `read_new` as often as the view should change.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ MAX_ROWS = 16
 class FollowedFile:
     """A reader of the new complete lines of a file that other processes append to.
 
-    `read_lines` and `read_objects` raise `OSError` for a file that cannot be read; `read_new` reports it.
+    `read_lines` and `read_objects` raise `OSError` for a file that cannot be read;
+    `read_new` reports it.
 
-    A torn last line waits until its end arrives, or until its writer cuts it off. If the file is replaced (rotated), it
-    is read to its end, then the new file from its beginning. A file that was truncated is read from its beginning. A
-    missing file has no lines yet.
+    A torn last line waits until its end arrives, or until its writer cuts it off. If the file is
+    replaced (rotated), it is read to its end, then the new file from its beginning. A file that was
+    truncated is read from its beginning. A missing file has no lines yet.
     """
 
     def __init__(self, path: Path):
@@ -55,11 +56,13 @@ class FollowedFile:
         self._torn_line = b""
 
     def read_lines(self, limit: int = READ_CHUNK_BYTES) -> list[bytes]:
-        """Return lines completed since the last call, from at most `limit` new bytes. Call until it returns none."""
+        """Return lines completed since the last call, from at most `limit` new bytes. Call until
+        it returns none."""
         if self._fd < 0 and not self._open():
             return []
         at = os.lseek(self._fd, 0, os.SEEK_CUR)
-        if (size := os.fstat(self._fd).st_size) < at:
+        size = os.fstat(self._fd).st_size
+        if size < at:
             whole = at - len(self._torn_line)
             os.lseek(self._fd, whole if size >= whole else 0, os.SEEK_SET)
             self._torn_line = b""
@@ -73,33 +76,40 @@ class FollowedFile:
         return lines
 
     def read_objects(self, limit: int = READ_CHUNK_BYTES) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of new lines until there is nothing new. Other lines are skipped and counted."""
+        """Yield the JSON objects of new lines until there is nothing new. Other lines are
+        skipped and counted."""
         while True:
             before = os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
             for line in self.read_lines(limit):
-                if (value := decode_line(self.path.name, line)) is not None:
+                value = decode_line(self.path.name, line)
+                if value is not None:
                     yield value
                 elif line.strip():
                     self.skipped_lines += 1
             if self._fd < 0:
                 return
             if os.lseek(self._fd, 0, os.SEEK_CUR) == before:
-                # Read the torn line again with its end: meanwhile it may be cut off, and another line take its place.
+                # Read the torn line again with its end: meanwhile it may be cut off, and another
+                # line take its place.
                 os.lseek(self._fd, before - len(self._torn_line), os.SEEK_SET)
                 self._torn_line = b""
                 return
 
     def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the new objects, and an event with the number of skipped lines, or why the file cannot be read; each
-        is reported once."""
-        before, error_before, found = self.skipped_lines, self.error, list[dict[str, Any]]()
+        """Return the new objects, and an event with the number of skipped lines, or why the file
+        cannot be read; each is reported once."""
+        before = self.skipped_lines
+        error_before = self.error
+        found = list[dict[str, Any]]()
         self.error = ""
         try:
             found.extend(self.read_objects())
         except OSError as error:
             self.error = error.strerror or str(error)
         new_error = self.error if self.error != error_before else ""
-        return found, make_skipped_events(self.path.name, self.skipped_lines - before, error=new_error)
+        return found, make_skipped_events(
+            self.path.name, self.skipped_lines - before, error=new_error
+        )
 
     def _open(self) -> bool:
         try:
@@ -118,11 +128,13 @@ class FollowedFile:
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd, self._torn_line = -1, b""
+            self._fd = -1
+            self._torn_line = b""
 
 
 class MetricColumns:
-    """Rows of numbers stored by column, 8 bytes per number: 100,000 steps with 60 metrics take 48 MB."""
+    """Rows of numbers stored by column, 8 bytes per number: 100,000 steps with 60
+    metrics take 48 MB."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
@@ -131,7 +143,8 @@ class MetricColumns:
     def append(self, row: dict[str, Any]) -> None:
         """Append the numbers of a row; other values are left out."""
         for name, value in row.items():
-            if (number := finite_or_none(value)) is not None:
+            number = finite_or_none(value)
+            if number is not None:
                 if name not in self._columns:
                     self._columns[name] = array("d", [math.nan]) * self.row_count
                 self._columns[name].append(number)
@@ -167,10 +180,12 @@ class FollowedRun:
     """The directory of a run, followed as it grows. `clock` returns unix seconds."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time):
-        self.run_dir, self._clock = run_dir, clock
+        self.run_dir = run_dir
+        self._clock = clock
         self.name = os.path.basename(os.path.realpath(run_dir))
         self.config: dict[str, Any] = {}
-        self.metrics, self.evaluations = MetricColumns(), MetricColumns()
+        self.metrics = MetricColumns()
+        self.evaluations = MetricColumns()
         self.recent_rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
         """The last rows as they were written."""
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -179,19 +194,25 @@ class FollowedRun:
         self.generator_states: dict[str, str] = {}
         """State of each generator by name: `playing`, `silent` or `lost`, as far as events tell."""
         self.requested_generators = 0
-        """Number of generators, if `r3async scale` requested another number than the configuration's; else 0."""
-        self.status, self.reason = UNFINISHED, ""
+        """Number of generators, if `r3async scale` requested another number than the
+        configuration's; else 0."""
+        self.status = UNFINISHED
+        self.reason = ""
         self.first_time: float | None = None
         self.last_time: float | None = None
         """Unix seconds of the newest row or event."""
         self._changed_at: float | None = None
-        self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events", "evaluation")}
+        self._files = {
+            name: FollowedFile(run_dir / f"{name}.jsonl")
+            for name in ("metrics", "events", "evaluation")
+        }
 
     def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Read everything written since the last call. Returns the new rows and the new events."""
         if not self.config:
             self.config = read_run_config(self.run_dir)
-        # Events first: the event that ends a run is written after its last row, so the row can then be read.
+        # Events first: the event that ends a run is written after its last row, so the row
+        # can then be read.
         events, skipped = self._files["events"].read_new()
         rows, more = self._files["metrics"].read_new()
         evaluations, most = self._files["evaluation"].read_new()
@@ -207,7 +228,8 @@ class FollowedRun:
         for evaluation in evaluations:
             self.evaluations.append(evaluation)
         if rows or events:
-            # Entries found at first may be old; later ones are new, whatever the clock of their machine says.
+            # Entries found at first may be old; later ones are new, whatever the clock of
+            # their machine says.
             self._changed_at = 0.0 if self._changed_at is None else self._clock()
         return rows, events
 
@@ -224,7 +246,8 @@ class FollowedRun:
         self.events.append(event)
         self.warnings += event.get("level") == "warning"
         self.errors += event.get("level") in ("error", "critical")
-        what, who = event.get("event"), str(event.get("generator", ""))
+        what = event.get("event")
+        who = str(event.get("generator", ""))
         if what == "generator_started":
             self.generator_states[str(event.get("role", ""))] = "playing"
         elif what == "generator_lost":
@@ -240,7 +263,7 @@ class FollowedRun:
         elif (found := get_status_change(event)) is not None:
             self.status, self.reason = found
 
-    # -- state of the run ------------------------------------------------------------------------------------------
+    # -- state of the run --------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
@@ -264,7 +287,8 @@ class FollowedRun:
 
     @property
     def slot_count(self) -> int | None:
-        """The number of groups that may be in flight (`schedule/admission.py`); None if no schedule is recorded."""
+        """The number of groups that may be in flight (`schedule/admission.py`); None if no
+        schedule is recorded."""
         schedule = parse_schedule(self.config)
         if schedule is None:
             return None
@@ -272,13 +296,15 @@ class FollowedRun:
 
     @property
     def staleness_bound(self) -> int | None:
-        """The maximum age of a trained token, in versions (`schedule/admission.py`); None without a schedule."""
+        """The maximum age of a trained token, in versions (`schedule/admission.py`); None
+        without a schedule."""
         schedule = parse_schedule(self.config)
         return None if schedule is None else compute_staleness_bound(schedule)
 
     @property
     def silent_seconds(self) -> float:
-        """The seconds since something was written; 0 for a run that has ended or written nothing."""
+        """The seconds since something was written; 0 for a run that has ended or
+        written nothing."""
         if self.has_ended or self.last_time is None:
             return 0.0
         return max(0.0, self._clock() - max(self.last_time, self._changed_at or 0.0))
@@ -287,12 +313,16 @@ class FollowedRun:
     def elapsed_seconds(self) -> float:
         if self.first_time is None or self.last_time is None:
             return 0.0
-        return (self.last_time if self.has_ended else max(self._clock(), self.last_time)) - self.first_time
+        return (
+            self.last_time if self.has_ended else max(self._clock(), self.last_time)
+        ) - self.first_time
 
     @property
     def remaining_seconds(self) -> float | None:
-        """The seconds until the end at the pace of the last steps; None if the pace or the end is unknown."""
-        planned, times = self.planned_steps, self.metrics.get_values("time", 50)
+        """The seconds until the end at the pace of the last steps; None if the pace or
+        the end is unknown."""
+        planned = self.planned_steps
+        times = self.metrics.get_values("time", 50)
         times = times[np.isfinite(times)]
         if planned is None or self.has_ended or len(times) < 2:
             return None

@@ -11,11 +11,16 @@ def format_seconds(seconds: float | None) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Format a number with three significant digits, in plain notation where readable: 0.941, 1,234, 3.2e-05."""
+    """Format a number with three significant digits, in plain notation where readable:
+    0.941, 1,234, 3.2e-05."""
     if value is None:
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 1000:

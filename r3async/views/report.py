@@ -89,7 +89,8 @@ class LivePage(msgspec.Struct, frozen=True):
 
 
 class RunRecord(msgspec.Struct):
-    """The records that a run has written so far. `routing` and `evaluations` are lines of the files of that name."""
+    """The records that a run has written so far. `routing` and `evaluations` are lines of the
+    files of that name."""
 
     run_dir: Path
     rows: Sequence[dict[str, Any]]
@@ -101,11 +102,21 @@ class RunRecord(msgspec.Struct):
 
     @classmethod
     def from_directory(cls, run_dir: Path) -> RunRecord:
-        """Read the files of a run, which may be missing, empty, torn or damaged. Skipped lines become events."""
-        names = ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION_FILE, TIMELINE_FILE, EPISODES_FILE)
+        """Read the files of a run, which may be missing, empty, torn or damaged. Skipped
+        lines become events."""
+        names = (
+            "metrics.jsonl",
+            "events.jsonl",
+            "routing.jsonl",
+            EVALUATION_FILE,
+            TIMELINE_FILE,
+            EPISODES_FILE,
+        )
         (rows, events, routing, evaluations, spans, _), skipped = read_run_files(run_dir, *names)
         config = read_run_config(run_dir)
-        return cls(run_dir, rows, [*events, *skipped], config, parse_spans(spans), routing, evaluations)
+        return cls(
+            run_dir, rows, [*events, *skipped], config, parse_spans(spans), routing, evaluations
+        )
 
     @property
     def staleness_bound(self) -> int | None:
@@ -114,22 +125,30 @@ class RunRecord(msgspec.Struct):
         return None if schedule is None else compute_staleness_bound(schedule)
 
     def make_summary(self) -> RunSummary:
-        return summarize_records(self.run_dir, self.rows, self.events, self.config, parse_evaluations(self.evaluations))
+        return summarize_records(
+            self.run_dir, self.rows, self.events, self.config, parse_evaluations(self.evaluations)
+        )
 
-    def select_curves(self, started: float | None) -> tuple[Sequence[dict[str, Any]], dict[str, list[Any]]]:
+    def select_curves(
+        self, started: float | None
+    ) -> tuple[Sequence[dict[str, Any]], dict[str, list[Any]]]:
         """Return the rows that curves draw, and their positions on each axis."""
         axes = make_x_columns(self.rows, started)
-        return _thin_column(self.rows), {name: _thin_column(column) for name, column in axes.items()}
+        return _thin_column(self.rows), {
+            name: _thin_column(column) for name, column in axes.items()
+        }
 
 
 def _thin_column(column: Sequence[Any]) -> Any:
-    """Return the column, thinned to evenly spaced values and the last one if it is longer than `MAX_CURVE_ROWS`."""
+    """Return the column, thinned to evenly spaced values and the last one if it is longer than
+    `MAX_CURVE_ROWS`."""
     every = -(-len(column) // MAX_CURVE_ROWS) or 1
     return column if every == 1 else [*column[:-1:every], column[-1]]
 
 
 def write_report(run_dir: Path, *others: Path, path: Path | None = None) -> Path:
-    """Write `path` (default: `run_dir/report.html`) from what the run recorded so far, and return it.
+    """Write `path` (default: `run_dir/report.html`) from what the run recorded so
+    far, and return it.
 
     With `others`, the page compares all runs. The file is replaced atomically.
     """
@@ -145,7 +164,8 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
     summary = run.make_summary()
     bound = summary.staleness_bound
     rows, axes = run.select_curves(summary.started_at)
-    curves, (more, constants) = build_charts(rows, bound), build_other_charts(rows)
+    curves = build_charts(rows, bound)
+    more, constants = build_other_charts(rows)
     sets = _collect_evaluations(run.evaluations)
     evaluation = build_evaluation_charts(sets, [axes] * len(sets), rows)
     for line, found in sets:
@@ -157,14 +177,17 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
         )
     page = {
         "summary": summary,
-        "started": summary.started_at and time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started_at)),
+        "started": summary.started_at
+        and time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started_at)),
         "headlines": make_headlines(summary) if summary.steps else [],
         "waits": summarize_waits(run.spans),
         "drift": make_drift_table(run.rows),
         "events": (noise := make_event_lines(run.events, summary))[-MAX_EVENTS:],
         "noise": "the run wrote no events" if not run.events else len(noise) or "none",
         **(_read_examples(run, bound) if live is None else {"modes": TOKEN_COLORINGS}),
-        "groups": [(name, list(of)) for name, of in groupby(more.charts, key=lambda chart: chart["group"])],
+        "groups": [
+            (name, list(of)) for name, of in groupby(more.charts, key=lambda chart: chart["group"])
+        ],
         "constants": constants,
         "config": make_config_sections(run.config),
         "processes": list_processes(run.events),
@@ -172,7 +195,8 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
     }
     data = {
         "series": curves.series | evaluation.series | more.series | axes,
-        "charts": [*curves.charts[:1], *evaluation.charts, *curves.charts[1:]],  # the reward is the first chart
+        # The reward is the first chart.
+        "charts": [*curves.charts[:1], *evaluation.charts, *curves.charts[1:]],
         "more": more.charts,
         "maps": build_route_maps(run.routing),
         "ages": build_staleness_histogram(run.rows, bound),
@@ -182,8 +206,11 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
 
 
 def _read_examples(run: RunRecord, bound: int | None) -> dict[str, Any]:
-    """Read a few example episodes and samples for a written report; a live page offers all of them instead."""
-    samples, kept, problems = read_traced_samples(run.run_dir, StepVersions.from_rows(run.rows, bound))
+    """Read a few example episodes and samples for a written report; a live page offers all
+    of them instead."""
+    samples, kept, problems = read_traced_samples(
+        run.run_dir, StepVersions.from_rows(run.rows, bound)
+    )
     conversations, played = read_conversations(run.run_dir / "episodes.jsonl")
     return {
         "conversations": conversations,
@@ -195,13 +222,18 @@ def _read_examples(run: RunRecord, bound: int | None) -> dict[str, Any]:
     }
 
 
-def _collect_evaluations(lines: Sequence[dict[str, Any]]) -> list[tuple[ChartLine, list[dict[str, Any]]]]:
+def _collect_evaluations(
+    lines: Sequence[dict[str, Any]],
+) -> list[tuple[ChartLine, list[dict[str, Any]]]]:
     """Return a chart line and the evaluations of each set that was evaluated."""
     sets = find_evaluated_sets(lines)
     if not sets:
         return [(make_evaluation_line("evaluation", "orange"), parse_evaluations(lines))]
     return [
-        (make_evaluation_line(name, pick_color(index + 1), f"{name}:"), parse_evaluations(lines, name))
+        (
+            make_evaluation_line(name, pick_color(index + 1), f"{name}:"),
+            parse_evaluations(lines, name),
+        )
         for index, name in enumerate(sets)
     ]
 
@@ -209,11 +241,18 @@ def _collect_evaluations(lines: Sequence[dict[str, Any]]) -> list[tuple[ChartLin
 def render_comparison_page(runs: Sequence[RunRecord], live: LivePage | None = None) -> str:
     """Render the page that compares several runs, as HTML."""
     summaries = [run.make_summary() for run in runs]
-    names = make_names_distinct([summary.name for summary in summaries], [run.run_dir for run in runs])
-    drawn = [run.select_curves(summary.started_at) for run, summary in zip(runs, summaries, strict=True)]
+    names = make_names_distinct(
+        [summary.name for summary in summaries], [run.run_dir for run in runs]
+    )
+    drawn = [
+        run.select_curves(summary.started_at) for run, summary in zip(runs, summaries, strict=True)
+    ]
     axes = [columns for _, columns in drawn]
     curves = build_overlay_charts([rows for rows, _ in drawn], names, axes)
-    lines = [make_evaluation_line(name, pick_color(index), f"{index}:") for index, name in enumerate(names)]
+    lines = [
+        make_evaluation_line(name, pick_color(index), f"{index}:")
+        for index, name in enumerate(names)
+    ]
     evaluation = build_evaluation_charts(
         list(zip(lines, [parse_evaluations(run.evaluations) for run in runs], strict=True)), axes
     )
@@ -247,8 +286,11 @@ def _render_page(
         page,
         title=" · ".join(summary.name for summary in summaries),
         data=data,
-        drawn=live is not None or any(data[kind] for kind in ("charts", "more", "maps", "ages", "timeline")),
-        axes=[axis for axis in X_AXES if any(name.endswith(f"x/{axis}") for name in data["series"])],
+        drawn=live is not None
+        or any(data[kind] for kind in ("charts", "more", "maps", "ages", "timeline")),
+        axes=[
+            axis for axis in X_AXES if any(name.endswith(f"x/{axis}") for name in data["series"])
+        ],
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         where=", ".join(str(run.run_dir) for run in runs),
         live=live,

@@ -23,7 +23,8 @@ STALENESS_METRIC = re.compile(r"staleness/tokens_(\d{1,9})")
 class AgreementLine(msgspec.Struct):
     """The agreement in a line of `routing.jsonl`.
 
-    `agreement` is, by MoE layer, the share of recorded tokens for which the learner would choose the engine's experts.
+    `agreement` is, by MoE layer, the share of recorded tokens for which the learner would choose
+    the engine's experts.
     """
 
     step: float
@@ -33,13 +34,20 @@ class AgreementLine(msgspec.Struct):
 class ExpertLoadLine(msgspec.Struct):
     """The load in a line of `routing.jsonl`: tokens by MoE layer and expert."""
 
-    load: Annotated[list[Annotated[list[float], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
+    load: Annotated[
+        list[Annotated[list[float], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)
+    ]
     step: Any = "?"
 
 
 def build_route_maps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Build the heat maps that have data, for the page's script; none for a dense model or an older run."""
-    return [found for found in (_build_agreement_map(lines), _build_load_map(lines)) if found is not None]
+    """Build the heat maps that have data, for the page's script; none for a dense model
+    or an older run."""
+    return [
+        found
+        for found in (_build_agreement_map(lines), _build_load_map(lines))
+        if found is not None
+    ]
 
 
 def _build_agreement_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -53,7 +61,9 @@ def _build_agreement_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | No
     return {
         "id": "map-agreement",
         "title": "Agreement by layer",
-        "caption": "recorded tokens for which the learner's router would choose the engine's experts",
+        "caption": (
+            "recorded tokens for which the learner's router would choose the engine's experts"
+        ),
         "x": [row.step for row in rows],
         "y": list(range(len(shares[0]))),
         "z": [[round(share, 4) for share in layer] for layer in zip(*shares, strict=True)],
@@ -66,11 +76,19 @@ def _build_agreement_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | No
 
 
 def _build_load_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    found = [line for line in convert_valid(lines, ExpertLoadLine) if len({len(layer) for layer in line.load}) == 1]
+    found = [
+        line
+        for line in convert_valid(lines, ExpertLoadLine)
+        if len({len(layer) for layer in line.load}) == 1
+    ]
     if not found:
         return None
-    step, table = found[-1].step, found[-1].load
-    shares = [[round(tokens / max(sum(layer) / len(layer), 1e-9), 3) for tokens in layer] for layer in table]
+    step = found[-1].step
+    table = found[-1].load
+    shares = [
+        [round(tokens / max(sum(layer) / len(layer), 1e-9), 3) for tokens in layer]
+        for layer in table
+    ]
     high = max(2, *map(max, shares))
     return {
         "id": "map-load",
@@ -87,20 +105,27 @@ def _build_load_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def build_staleness_histogram(rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:
+def build_staleness_histogram(
+    rows: Sequence[dict[str, Any]], bound: int | None
+) -> dict[str, Any] | None:
     """Build the histogram of ages in versions, as shares of all trained tokens.
 
-    If the rows do not have the ages of tokens, the shares are of steps, by the age of their oldest token. None without
-    either.
+    If the rows do not have the ages of tokens, the shares are of steps, by the age of their oldest
+    token. None without either.
     """
     counts: Counter[int] = Counter()
     for name in sorted(set().union(*rows)):
-        if age := STALENESS_METRIC.fullmatch(name):
+        age = STALENESS_METRIC.fullmatch(name)
+        if age:
             counts[int(age[1])] = int(sum(finite_or_none(row.get(name)) or 0 for row in rows))
     counts = +counts
     what = f"share of {counts.total():,} trained tokens"
     if not counts:
-        counts.update(int(oldest) for row in rows if (oldest := finite_or_none(row.get("staleness/max"))) is not None)
+        counts.update(
+            int(oldest)
+            for row in rows
+            if (oldest := finite_or_none(row.get("staleness/max"))) is not None
+        )
         what = "share of steps by their oldest token"
     if not counts:
         return None

@@ -27,7 +27,8 @@ ACTIVITY_STYLES = {
     "write": ("writes weights", "amber"),
     "deliver": ("delivers weights", "teal"),
 }
-"""Label and color of each activity (`Span.what`). Other activities are gray and have their own name as label."""
+"""Label and color of each activity (`Span.what`). Other activities are gray and have their
+own name as label."""
 
 
 def _get_lane_order(actor: str) -> tuple[int, str]:
@@ -36,7 +37,8 @@ def _get_lane_order(actor: str) -> tuple[int, str]:
 
 
 def build_timeline(spans: Sequence[Span]) -> dict[str, Any] | None:
-    """Build lanes and bars of the last `MAX_SPANS` spans, in seconds since the first span. None without spans."""
+    """Build lanes and bars of the last `MAX_SPANS` spans, in seconds since the first span.
+    None without spans."""
     if not spans:
         return None
     origin = min(span.start for span in spans)
@@ -45,7 +47,9 @@ def build_timeline(spans: Sequence[Span]) -> dict[str, Any] | None:
     bars = []
     for what in sorted(
         {span.what for span in kept},
-        key=lambda w: list(ACTIVITY_STYLES).index(w) if w in ACTIVITY_STYLES else len(ACTIVITY_STYLES),
+        key=lambda w: (
+            list(ACTIVITY_STYLES).index(w) if w in ACTIVITY_STYLES else len(ACTIVITY_STYLES)
+        ),
     ):
         of = [span for span in kept if span.what == what]
         label, color = ACTIVITY_STYLES.get(what, (what, "faint"))
@@ -62,7 +66,12 @@ def build_timeline(spans: Sequence[Span]) -> dict[str, Any] | None:
     end = max(span.end for span in spans) - origin
     steps = sorted({span.step for span in kept if span.step is not None})
     since = steps[-INITIAL_STEPS] if len(steps) >= INITIAL_STEPS else None
-    zoom = min((span.start for span in kept if since is not None and span.step == since), default=first) - origin
+    zoom = (
+        min(
+            (span.start for span in kept if since is not None and span.step == since), default=first
+        )
+        - origin
+    )
     return {
         "id": "timeline",
         "caption": "as every process wrote it down; drag to zoom, double-click to see everything",
@@ -81,10 +90,12 @@ def summarize_waits(spans: Sequence[Span]) -> str:
     """Describe in sentences who waited for whom, as shares of the whole time."""
     shares = compute_busy_shares(spans)
     sentences = []
-    train, wait = shares.get(("learner", "train"), 0.0), shares.get(("learner", "wait"), 0.0)
+    train = shares.get(("learner", "train"), 0.0)
+    wait = shares.get(("learner", "wait"), 0.0)
     if train or wait:
         sentences.append(
-            f"The learner trained {format_percent(train)} of the time and waited {format_percent(wait)} for data."
+            f"The learner trained {format_percent(train)} of the time and waited "
+            f"{format_percent(wait)} for data."
         )
         if wait > 0.25 and wait > 0.5 * train:
             sentences.append("The generators were the bottleneck.")
@@ -92,8 +103,14 @@ def summarize_waits(spans: Sequence[Span]) -> str:
             sentences.append("The learner was the bottleneck.")
     paused = max((share for (who, what), share in shares.items() if what == "pause"), default=0.0)
     if paused:
-        sentences.append(f"Engines were paused {format_percent(paused)} of the time for new weights.")
-    blocked = max((share for (who, what), share in shares.items() if what == "lease_wait"), default=0.0)
+        sentences.append(
+            f"Engines were paused {format_percent(paused)} of the time for new weights."
+        )
+    blocked = max(
+        (share for (who, what), share in shares.items() if what == "lease_wait"), default=0.0
+    )
     if blocked:
-        sentences.append(f"A generator waited {format_percent(blocked)} of the time for a free slot.")
+        sentences.append(
+            f"A generator waited {format_percent(blocked)} of the time for a free slot."
+        )
     return " ".join(sentences)

@@ -53,7 +53,8 @@ MAX_FAILURE_KINDS = 50
 class FailureKind:
     """A kind of error that made attempts at episodes fail.
 
-    Errors are of one kind if they were raised at the same place in user code, or have the same text except for numbers.
+    Errors are of one kind if they were raised at the same place in user code, or have the same text
+    except for numbers.
 
     Attributes:
         text: Task, group and error of the first failure.
@@ -80,14 +81,16 @@ def get_failure_key(event: dict[str, Any]) -> str:
     """Return a key that is equal for all events of one `FailureKind`; "" for any other event."""
     if event.get("event") not in ("episode_failed", "episode_abandoned"):
         return ""
-    error, place = str(event.get("error", "")), str(event.get("place", ""))
+    error = str(event.get("error", ""))
+    place = str(event.get("place", ""))
     words = f"{place} {error.partition(':')[0]}" if place else re.sub(r"\d+", "0", error)
     return f"{event.get('by', '')}: {words}"
 
 
 @dataclass
 class RunHistory:
-    """The counts of a run's incidents, built with `add_event` from its events in the order in which they were written.
+    """The counts of a run's incidents, built with `add_event` from its events in the order in which
+    they were written.
 
     A life of a run lasts from one start of the conductor to the next.
     """
@@ -98,9 +101,11 @@ class RunHistory:
     ranks_restarted: int = 0
     """Number of restarts of the learner's ranks after one of them was lost."""
     run_restarts: int = 0
-    """Number of lives that followed one without a regular end, because a process was lost that the run depends on."""
+    """Number of lives that followed one without a regular end, because a process was lost that
+    the run depends on."""
     failed_episodes: int = 0
-    """Number of episodes that failed in their last attempt. Their groups were trained without them."""
+    """Number of episodes that failed in their last attempt. Their groups were
+    trained without them."""
     refused_trajectories: int = 0
     """Number of trajectories that the learner refused and will never train."""
     failures: dict[str, FailureKind] = field(default_factory=dict)
@@ -124,14 +129,18 @@ class RunHistory:
                 self.failed_episodes += 1
             case "trajectory_refused":
                 self.refused_trajectories += 1
-        return not (kind := get_failure_key(event)) or self._count_failure(kind, event)
+        kind = get_failure_key(event)
+        return not kind or self._count_failure(kind, event)
 
     def _count_failure(self, kind: str, event: dict[str, Any]) -> bool:
         new = kind not in self.failures
         if new and len(self.failures) >= MAX_FAILURE_KINDS:
-            kind, new = "others", "others" not in self.failures
+            kind = "others"
+            new = "others" not in self.failures
         if new:
-            self.failures[kind] = FailureKind("other errors" if kind == "others" else _describe_failure(event))
+            self.failures[kind] = FailureKind(
+                "other errors" if kind == "others" else _describe_failure(event)
+            )
         failure = self.failures[kind]
         failure.count += 1
         failure.lost_episodes += event.get("event") == "episode_abandoned"
@@ -198,7 +207,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     errors: int = 0
 
     def __getitem__(self, metric: str) -> MetricStats:
-        if now := find_new_name(metric):
+        now = find_new_name(metric)
+        if now:
             raise KeyError(f"no run has {metric!r}: it is {now!r} now")
         return self.stats.get(metric, MetricStats())
 
@@ -210,7 +220,11 @@ class RunSummary(msgspec.Struct, kw_only=True):
     def is_stale(self) -> bool:
         """True if a token older than the bound was trained, which is a bug."""
         oldest = self["staleness/max"].max
-        return oldest is not None and self.staleness_bound is not None and oldest > self.staleness_bound
+        return (
+            oldest is not None
+            and self.staleness_bound is not None
+            and oldest > self.staleness_bound
+        )
 
     @property
     def progress_text(self) -> str:
@@ -219,7 +233,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
 
 class Headline(NamedTuple):
-    """One of the most important results of a run, as text. `kind` is `good`, `warn`, `bad` or empty."""
+    """One of the most important results of a run, as text. `kind` is `good`,
+    `warn`, `bad` or empty."""
 
     label: str
     value: str
@@ -229,11 +244,23 @@ class Headline(NamedTuple):
 
 def make_headlines(summary: RunSummary) -> list[Headline]:
     """Build the headlines of a run that has steps, in the order in which people look at them."""
-    number, percent, seconds = format_number, format_percent, format_seconds
-    reward, drift, oldest = summary["reward/mean"], summary["rollout_kl/k3"], summary["staleness/max"].max
-    age, bound, history = summary["staleness/mean"].mean, summary.staleness_bound, summary.history
-    generated, trained = (summary[f"throughput/{name}_tokens_per_second"].mean for name in ("generated", "trained"))
-    rose = reward.first_mean is not None and reward.last_mean is not None and reward.last_mean > reward.first_mean
+    number = format_number
+    percent = format_percent
+    seconds = format_seconds
+    reward = summary["reward/mean"]
+    drift = summary["rollout_kl/k3"]
+    oldest = summary["staleness/max"].max
+    age = summary["staleness/mean"].mean
+    bound = summary.staleness_bound
+    history = summary.history
+    generated, trained = (
+        summary[f"throughput/{name}_tokens_per_second"].mean for name in ("generated", "trained")
+    )
+    rose = (
+        reward.first_mean is not None
+        and reward.last_mean is not None
+        and reward.last_mean > reward.first_mean
+    )
     lost = history.failed_episodes + history.refused_trajectories + summary.rejected_messages
     restarts = history.generators_lost + history.ranks_restarted + history.run_restarts
     noise = summary.warnings + summary.errors
@@ -243,17 +270,25 @@ def make_headlines(summary: RunSummary) -> list[Headline]:
         f"{summary.warnings} warnings, {summary.errors} errors",
         "bad" if summary.errors else "warn" if noise else "",
     )
-    recorded, agreement = summary["routing/recorded_fraction"].mean, []
-    if (agreed := summary["routing/agreement"].mean) is not None:  # a model or a run may have no routes
-        agreement = [Headline("routing agreement", percent(agreed), f"routes recorded: {percent(recorded)}")]
-    answers, held_out = summary["loss/answers"], summary["loss/answers_held_out"]
+    recorded = summary["routing/recorded_fraction"].mean
+    agreement = []
+    agreed = summary["routing/agreement"].mean
+    if agreed is not None:  # a model or a run may have no routes
+        agreement = [
+            Headline("routing agreement", percent(agreed), f"routes recorded: {percent(recorded)}")
+        ]
+    answers = summary["loss/answers"]
+    held_out = summary["loss/answers_held_out"]
     if answers.first_mean is not None and reward.first_mean is None:  # nothing was generated
         fell = answers.last_mean is not None and answers.last_mean < answers.first_mean
         return [
             Headline(
                 "answers",
                 f"{number(answers.first_mean)} → {number(answers.last_mean)} nats",
-                f"{' → '.join(_label_end_windows(answers))}; held out {number(held_out.last_value)}",
+                (
+                    f"{' → '.join(_label_end_windows(answers))}; held out "
+                    f"{number(held_out.last_value)}"
+                ),
                 "good" if fell else "",
             ),
             Headline("trained", f"{number(trained)} tokens/s", "of answers"),
@@ -278,7 +313,9 @@ def make_headlines(summary: RunSummary) -> list[Headline]:
             "bad" if summary.is_stale else "",
         ),
         *agreement,
-        Headline("generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"),
+        Headline(
+            "generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"
+        ),
         Headline(
             "weight update",
             seconds(summary["timing/weight_update_seconds"].mean),
@@ -288,15 +325,19 @@ def make_headlines(summary: RunSummary) -> list[Headline]:
             "restarts",
             str(restarts),
             f"{history.generators_lost} of generators, "
-            + (f"{history.ranks_restarted} of the learner's ranks, " if history.ranks_restarted else "")
+            + (
+                f"{history.ranks_restarted} of the learner's ranks, "
+                if history.ranks_restarted
+                else ""
+            )
             + f"{history.run_restarts} of the run",
             "warn" if restarts else "",
         ),
         Headline(
             "lost",
             str(lost),
-            f"{history.failed_episodes} episodes failed, {history.refused_trajectories} trajectories refused, "
-            f"{summary.rejected_messages} messages rejected",
+            f"{history.failed_episodes} episodes failed, {history.refused_trajectories} "
+            f"trajectories refused, {summary.rejected_messages} messages rejected",
             "warn" if lost else "",
         ),
         log,
@@ -321,14 +362,21 @@ def get_status_change(event: dict[str, Any]) -> tuple[str, str] | None:
     if event.get("event") != "run_finished":
         return None
     untrained = event.get("updates") == 0 and event.get("steps")
-    reason = f"no step made an update ({event.get('without_update') or 'before a resume'})" if untrained else ""
+    reason = (
+        f"no step made an update ({event.get('without_update') or 'before a resume'})"
+        if untrained
+        else ""
+    )
     return "stopped" if event.get("stopped") else NOT_TRAINED if untrained else "finished", reason
 
 
 def summarize_run(run_dir: Path) -> RunSummary:
-    """Read a run's files and summarize them. Missing and torn data is left out; an unfinished run never raises."""
+    """Read a run's files and summarize them. Missing and torn data is left out; an unfinished
+    run never raises."""
     run_dir = Path(run_dir)
-    (rows, events, evaluations), skipped = read_run_files(run_dir, "metrics.jsonl", "events.jsonl", EVALUATION_FILE)
+    (rows, events, evaluations), skipped = read_run_files(
+        run_dir, "metrics.jsonl", "events.jsonl", EVALUATION_FILE
+    )
     return summarize_records(
         run_dir, rows, [*events, *skipped], read_run_config(run_dir), parse_evaluations(evaluations)
     )
@@ -345,8 +393,11 @@ def summarize_records(
     config: dict[str, Any],
     evaluations: Sequence[dict[str, Any]],
 ) -> RunSummary:
-    """Summarize records that were read from a run's files. `evaluations` are from `parse_evaluations`."""
-    status, reason = next((end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, ""))
+    """Summarize records that were read from a run's files. `evaluations` are from
+    `parse_evaluations`."""
+    status, reason = next(
+        (end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, "")
+    )
     times = _collect_values(events, "time") + _collect_values(rows, "time")
     history = RunHistory()
     levels = [event.get("level") for event in events if history.add_event(event)]
@@ -374,39 +425,53 @@ def summarize_records(
         staleness_bound=compute_staleness_bound(schedule) if schedule else None,
         history=history,
         rejected_messages=sum_restarting_counter(_collect_values(rows, "transport/rejected")),
-        duplicate_trajectories=sum_restarting_counter(_collect_values(rows, "transport/duplicates")),
+        duplicate_trajectories=sum_restarting_counter(
+            _collect_values(rows, "transport/duplicates")
+        ),
         warnings=levels.count("warning"),
         errors=levels.count("error") + levels.count("critical"),
     )
 
 
-# -- parts of a run ----------------------------------------------------------------------------------------------------
+# -- parts of a run --------------------------------------------------------------------------------
 
 
 def make_drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Build the table of drift: `titles` of columns, and `lines` of steps and cells.
 
-    The lines are ten parts of the run, then the whole run. Metrics that were never measured are left out. Returns None
-    if no drift was measured.
+    The lines are ten parts of the run, then the whole run. Metrics that were never measured are
+    left out. Returns None if no drift was measured.
     """
     asked = [(known, of) for known in METRICS.values() for of in known.part_stats.split()]
-    columns = [(known, of) for known, of in asked if MetricStats.from_rows(rows, known.name).mean is not None]
+    columns = [
+        (known, of)
+        for known, of in asked
+        if MetricStats.from_rows(rows, known.name).mean is not None
+    ]
     if not any(known.unit == "nats" for known, _ in columns):
         return None
     edges = [
-        len(rows) * part // min(DRIFT_TABLE_PARTS, len(rows)) for part in range(min(DRIFT_TABLE_PARTS, len(rows)) + 1)
+        len(rows) * part // min(DRIFT_TABLE_PARTS, len(rows))
+        for part in range(min(DRIFT_TABLE_PARTS, len(rows)) + 1)
     ]
     parts = [(_format_step_range(rows[a:b]), rows[a:b]) for a, b in pairwise(edges)]
     parts += [("all", rows)] if len(parts) > 1 else []
     lines = [
-        (steps, [format_number(getattr(MetricStats.from_rows(part, known.name), of)) for known, of in columns])
+        (
+            steps,
+            [
+                format_number(getattr(MetricStats.from_rows(part, known.name), of))
+                for known, of in columns
+            ],
+        )
         for steps, part in parts
     ]
     return {"titles": [format_stat_label(known, of) for known, of in columns], "lines": lines}
 
 
 def _format_step_range(part: Sequence[dict[str, Any]]) -> str:
-    first, last = part[0].get("step", "?"), part[-1].get("step", "?")
+    first = part[0].get("step", "?")
+    last = part[-1].get("step", "?")
     return f"{first}" if first == last else f"{first} – {last}"
 
 
@@ -416,7 +481,12 @@ def format_summary(summary: RunSummary) -> Table:
     from rich.text import Text
 
     table = Table(
-        title=summary.name, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+        title=summary.name,
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        box=None,
+        padding=(0, 2),
     )
     table.add_column(style="dim")
     table.add_column()
@@ -427,14 +497,22 @@ def format_summary(summary: RunSummary) -> Table:
     idle = summary.steps_with_zero_variance + summary.steps_failed + summary.steps_skipped
     if summary.updates is not None and (idle or not summary.updates):
         why = (
-            f"steps without one: {summary.steps_with_zero_variance} had zero variance, {summary.steps_skipped} were skipped"
-            + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
+            f"steps without one: {summary.steps_with_zero_variance} had zero variance, "
+            f"{summary.steps_skipped} were skipped"
+        ) + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
+        lines.append(
+            Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad")
         )
-        lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))
     lines += make_headlines(summary) if summary.steps else []
     failures = sorted(summary.history.failures.values(), key=lambda failure: -failure.count)
-    lines += [Headline("error", failure.to_text(), "", "warn") for failure in failures[:MAX_ERRORS_SHOWN]]
-    lines += [Headline("", f"and {more} other errors", "")] if (more := len(failures) - MAX_ERRORS_SHOWN) > 0 else []
+    lines += [
+        Headline("error", failure.to_text(), "", "warn") for failure in failures[:MAX_ERRORS_SHOWN]
+    ]
+    lines += (
+        [Headline("", f"and {more} other errors", "")]
+        if (more := len(failures) - MAX_ERRORS_SHOWN) > 0
+        else []
+    )
     for line in lines:
         text = f"{line.value}; {line.note}" if line.note else line.value
         table.add_row(line.label, Text(text, style=KIND_COLORS.get(line.kind, "")))

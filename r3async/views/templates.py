@@ -15,7 +15,8 @@ TEMPLATE_DIRECTORY = Path(__file__).parent
 
 
 def _make_jinja_environment() -> Environment:
-    """Create the environment of the templates. JSON goes inside a script element, with null for non-finite numbers."""
+    """Create the environment of the templates. JSON goes inside a script element, with null for
+    non-finite numbers."""
     found = Environment(
         loader=FileSystemLoader(TEMPLATE_DIRECTORY),
         autoescape=True,

@@ -16,11 +16,13 @@ LOCK_SECONDS = 5.0
 
 
 class HostVersionCache:
-    """A folder of versions below `directory` that all processes of this host with the same `name` share.
+    """A folder of versions below `directory` that all processes of this host with the
+    same `name` share.
 
-    Each process holds a shared lock on the folder. If no process does, the next one to come removes it, as with a
-    `VersionFolder`. A process that uses a version holds a shared lock on its file, so a killed process releases it.
-    Blocking; raises `OSError`, and `WeightError` for a directory of another user.
+    Each process holds a shared lock on the folder. If no process does, the next one to come
+    removes it, as with a `VersionFolder`. A process that uses a version holds a shared lock on its
+    file, so a killed process releases it. Blocking; raises `OSError`, and `WeightError` for a
+    directory of another user.
     """
 
     def __init__(self, directory: Path, name: str, world: World = REAL_WORLD):
@@ -30,7 +32,8 @@ class HostVersionCache:
         while True:
             with contextlib.suppress(FileExistsError):
                 self._files.create_directory(self.path, 0o700)
-            with contextlib.suppress(FileNotFoundError):  # another process removes it, since nobody held it
+            # Another process removes it, since nobody held it.
+            with contextlib.suppress(FileNotFoundError):
                 lock = self._files.open(self.path / LOCK_FILE, create=True)
                 lock.lock(shared=True, timeout=LOCK_SECONDS)
                 if self._files.stat(self.path / LOCK_FILE) is not None:
@@ -46,7 +49,8 @@ class HostVersionCache:
     def acquire_version(self, version: VersionDigest) -> Path | None:
         """Return the file of a version if it is here and complete, else None.
 
-        The file stays until another version is acquired. The version acquired before may be removed.
+        The file stays until another version is acquired. The version acquired
+        before may be removed.
         """
         path = self.version_path(version)
         try:
@@ -60,13 +64,15 @@ class HostVersionCache:
         except (BlockingIOError, FileNotFoundError):
             file.close()
             return None
-        used, self._locked_files = self._locked_files, [file]
+        used = self._locked_files
+        self._locked_files = [file]
         for before in used:
             before.close()
         return path
 
     def discard_version(self, version: VersionDigest) -> None:
-        """Remove the file of a version that differs from what was published. Processes that use it keep it."""
+        """Remove the file of a version that differs from what was published. Processes
+        that use it keep it."""
         self._files.remove(self.version_path(version))
 
     @contextlib.contextmanager
@@ -90,15 +96,21 @@ class HostVersionCache:
         """Remove versions that nobody uses, except `keep`. For the process that is fetching."""
         for name in self._files.list_names(self.path):
             path = self.path / name
-            if not name.startswith("version-") or (keep is not None and path == self.version_path(keep)):
+            if not name.startswith("version-") or (
+                keep is not None and path == self.version_path(keep)
+            ):
                 continue
-            with contextlib.suppress(BlockingIOError, FileNotFoundError), self._files.open(path) as file:
+            with (
+                contextlib.suppress(BlockingIOError, FileNotFoundError),
+                self._files.open(path) as file,
+            ):
                 file.lock()
                 self._files.remove(path)
 
     def close(self) -> None:
         """Release the folder; the last process removes it."""
-        used, self._locked_files = self._locked_files, []
+        used = self._locked_files
+        self._locked_files = []
         for file in used:
             file.close()
         with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""The manifest of a version of the weights: names, shapes, dtypes and checksums, which are compared at installation."""
+"""The manifest of a version of the weights: names, shapes, dtypes and checksums, which are compared
+at installation."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import msgspec
 
 
 class WeightError(RuntimeError):
-    """An error for weights that cannot be published, or for a published file that differs from its manifest."""
+    """An error for weights that cannot be published, or for a published file that differs
+    from its manifest."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -20,9 +22,11 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class NcclSource(msgspec.Struct, frozen=True):
-    """The source from which workers request a version that comes from the learner's GPU; see `weights.nccl`.
+    """The source from which workers request a version that comes from the learner's GPU;
+    see `weights.nccl`.
 
-    `receiver` identifies one start of the generator `generator`, which sends its requests to `endpoint` (ZeroMQ).
+    `receiver` identifies one start of the generator `generator`, which sends its requests to
+    `endpoint` (ZeroMQ).
     """
 
     endpoint: str
@@ -34,9 +38,9 @@ class NcclSource(msgspec.Struct, frozen=True):
 class WeightManifest(msgspec.Struct, frozen=True):
     """One version of the weights: a safetensors file with Hugging Face names, and its contents.
 
-    `path` is the path of the file on this host; empty if it has not arrived yet (see `WeightReceiver`). With a `source`
-    there is no file to read: workers receive the tensors from there, and `path` is the file's path on the learner's
-    host. `nbytes` is the size of the tensors.
+    `path` is the path of the file on this host; empty if it has not arrived yet (see
+    `WeightReceiver`). With a `source` there is no file to read: workers receive the tensors from
+    there, and `path` is the file's path on the learner's host. `nbytes` is the size of the tensors.
     """
 
     version: int
@@ -49,12 +53,14 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> int:
-        """The crc32 of the contents' names, shapes, dtypes and checksums. Equal contents have equal digests."""
+        """The crc32 of the contents' names, shapes, dtypes and checksums. Equal contents
+        have equal digests."""
         return zlib.crc32(msgspec.msgpack.encode(self.tensors, order="sorted"))
 
 
 class TensorMismatch(msgspec.Struct, frozen=True):
-    """A published tensor that differs in an engine, in `elements` elements of its parameter `parameter`."""
+    """A published tensor that differs in an engine, in `elements` elements of its
+    parameter `parameter`."""
 
     tensor: str
     parameter: str

@@ -1,13 +1,14 @@
 """Coordination of weight transfers from the learner's GPU to the engines' GPUs by NCCL.
 
-The sending itself is in `rollout.vllm.worker`. A version is written to shared memory of the learner's host, as with the
-other transports. For each generator one process beside the learner, on its GPU, reads it there and is rank 0 of a group
-with that generator's workers. A collective operation hangs if a peer is lost: only that process can hang, and it is
-killed after a timeout. Neither the learner nor another generator waits for it.
+The sending itself is in `rollout.vllm.worker`. A version is written to shared memory of the
+learner's host, as with the other transports. For each generator one process beside the learner, on
+its GPU, reads it there and is rank 0 of a group with that generator's workers. A collective
+operation hangs if a peer is lost: only that process can hang, and it is killed after a timeout.
+Neither the learner nor another generator waits for it.
 
-A worker that is ready to receive, its engine paused, sends `Ready`. When all workers of the engine have done so and the
-process is `Up`, they get an `Offer` and the process gets `Send`. So nobody enters the operation before all participants
-are ready.
+A worker that is ready to receive, its engine paused, sends `Ready`. When all workers of the engine
+have done so and the process is `Up`, they get an `Offer` and the process gets `Send`. So nobody
+enters the operation before all participants are ready.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """An instruction to a worker to receive now, in group `link`, which is formed at `host` and `port` if it is new."""
+    """An instruction to a worker to receive now, in group `link`, which is formed at `host` and
+    `port` if it is new."""
 
     link: str
     host: str
@@ -138,8 +140,9 @@ class NcclLink:
 class NcclLinkTable:
     """The groups of all generators. No method blocks; `now` are seconds of one clock.
 
-    A link is dropped and its process killed if a delivery takes longer than `timeout` from the first worker's request,
-    if the process ends, or if its generator restarts. The next request creates a new link.
+    A link is dropped and its process killed if a delivery takes longer than `timeout` from the
+    first worker's request, if the process ends, or if its generator restarts. The next request
+    creates a new link.
 
     Args:
         start_process: `start_process(name)` starts the process of a new link.
@@ -158,13 +161,13 @@ class NcclLinkTable:
         find_path: Callable[[int], str | None],
         find_port: Callable[[str], int],
     ):
-        self._host, self._bucket_bytes, self._timeout = host, bucket_bytes, timeout
-        self._start_process, self._send_message, self._find_path, self._find_port = (
-            start_process,
-            send_message,
-            find_path,
-            find_port,
-        )
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout
+        self._start_process = start_process
+        self._send_message = send_message
+        self._find_path = find_path
+        self._find_port = find_port
         self._links: dict[str, NcclLink] = {}
         """Links by generator."""
 
@@ -176,7 +179,9 @@ class NcclLinkTable:
         if isinstance(message, Ready):
             self._add_request(sender, message, now)
             return
-        link = next((k for k in self._links.values() if k.name == getattr(message, "link", "")), None)
+        link = next(
+            (k for k in self._links.values() if k.name == getattr(message, "link", "")), None
+        )
         if link is None:
             return
         if isinstance(message, Up):
@@ -192,9 +197,13 @@ class NcclLinkTable:
         for link in list(self._links.values()):
             code = link.process.poll()
             if code is not None:
-                self._drop_link(link, f"the process that sends from the learner's GPU ended with code {code}")
+                self._drop_link(
+                    link, f"the process that sends from the learner's GPU ended with code {code}"
+                )
             elif link.deadline is not None and now > link.deadline:
-                self._drop_link(link, f"it took longer than {self._timeout:g} s (weights.install_timeout)")
+                self._drop_link(
+                    link, f"it took longer than {self._timeout:g} s (weights.install_timeout)"
+                )
 
     def close(self) -> None:
         """Drop all links."""
@@ -216,8 +225,11 @@ class NcclLinkTable:
             link = None
         if link is None:
             name = uuid.uuid4().hex
-            port, process = self._find_port(self._host), self._start_process(name)
-            link = NcclLink(name, message.generator, message.receiver, message.workers, port, process)
+            port = self._find_port(self._host)
+            process = self._start_process(name)
+            link = NcclLink(
+                name, message.generator, message.receiver, message.workers, port, process
+            )
             self._links[message.generator] = link
         if link.deadline is None:
             link.deadline = now + self._timeout
@@ -226,7 +238,11 @@ class NcclLinkTable:
         self._send_if_ready(link)
 
     def _send_if_ready(self, link: NcclLink) -> None:
-        if not link.sender_id or link.sending_version >= 0 or len(link.waiting_workers) < link.worker_count:
+        if (
+            not link.sender_id
+            or link.sending_version >= 0
+            or len(link.waiting_workers) < link.worker_count
+        ):
             return
         path = self._find_path(link.version)
         if path is None:
@@ -237,7 +253,8 @@ class NcclLinkTable:
         link.waiting_workers.clear()
         link.sending_version = link.version
         self._send_message(
-            link.sender_id, Send(path, link.version, self._host, link.port, link.worker_count, self._bucket_bytes)
+            link.sender_id,
+            Send(path, link.version, self._host, link.port, link.worker_count, self._bucket_bytes),
         )
 
     def _drop_link(self, link: NcclLink, reason: str) -> None:
@@ -248,13 +265,14 @@ class NcclLinkTable:
 
 
 class NcclSender:
-    """The learner's end of the NCCL transport. It writes versions like `VersionStore`, and has them sent on request.
+    """The learner's end of the NCCL transport. It writes versions like `VersionStore`, and has them
+    sent on request.
 
     See `NcclLinkTable`. A thread answers the generators, from the first `publish_tensors` on.
 
     Args:
-        host: The interface for the generators' requests, at which they also form groups with the senders: an address,
-            an IPv6 address with or without brackets, or a name.
+        host: The interface for the generators' requests, at which they also form groups with the
+            senders: an address, an IPv6 address with or without brackets, or a name.
         timeout: `timeout(nbytes)` returns the seconds that a delivery of so many bytes may take.
     """
 
@@ -267,7 +285,9 @@ class NcclSender:
         start: Callable[[str, str], SenderProcess] | None = None,
     ):
         self._store = VersionStore(directory, bucket_bytes=bucket_bytes)
-        self._host, self._bucket_bytes, self._timeout = strip_brackets(host), bucket_bytes, timeout
+        self._host = strip_brackets(host)
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout
         self._start_process = start or start_sender_process
         self._paths: dict[int, str] = {}
         self._endpoint = ""
@@ -281,10 +301,13 @@ class NcclSender:
         dtype: torch.dtype,
         versions_in_use: Collection[int] = (),
     ) -> TransferOffer:
-        """Implement `WeightSender.publish_tensors`. Raises `WeightError` also for scalars, which vLLM cannot pack."""
+        """Implement `WeightSender.publish_tensors`. Raises `WeightError` also for scalars, which
+        vLLM cannot pack."""
         for name, tensor in tensors.items():
             _refuse_scalar(name, tensor.dim())
-        return self.announce_version(self._store.write_tensors(version, tensors, dtype, versions_in_use))
+        return self.announce_version(
+            self._store.write_tensors(version, tensors, dtype, versions_in_use)
+        )
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
         """Implement `WeightSender.announce_version`. Raises the errors of `publish_tensors`."""
@@ -332,7 +355,9 @@ class NcclSender:
                 if router.poll(POLL_MILLISECONDS):
                     sender, *data = router.recv_multipart()
                     with contextlib.suppress(MalformedError):  # not one of ours
-                        links.handle_message(sender, decode_nccl_message(b"".join(data)), time.monotonic())
+                        links.handle_message(
+                            sender, decode_nccl_message(b"".join(data)), time.monotonic()
+                        )
                 links.drop_overdue_links(time.monotonic())
 
 
@@ -344,14 +369,18 @@ def _refuse_scalar(name: str, dimensions: int) -> None:
 class NcclReceiver:
     """A generator's end of the NCCL transport.
 
-    It fetches nothing: the workers receive the tensors while the engine is paused (`request_receive_offer`). Each start
-    of a generator has a new receiver, and with it a new group.
+    It fetches nothing: the workers receive the tensors while the engine is paused
+    (`request_receive_offer`). Each start of a generator has a new receiver, and
+    with it a new group.
     """
 
     def __init__(self, generator: str):
-        self._generator, self._receiver = generator, uuid.uuid4().hex
+        self._generator = generator
+        self._receiver = uuid.uuid4().hex
 
-    async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+    async def fetch_version(
+        self, manifest: WeightManifest, parts: Sequence[Any], timeout: float
+    ) -> WeightManifest:
         source = NcclSource(parts[0], self._generator, self._receiver, timeout)
         return msgspec.structs.replace(manifest, source=source)
 
@@ -363,18 +392,28 @@ class NcclReceiver:
 
 
 def request_receive_offer(manifest: WeightManifest, rank: int, workers: int) -> Offer:
-    """Send a worker's request and wait for the offer; call it when the worker can receive. Blocking.
+    """Send a worker's request and wait for the offer; call it when the worker can
+    receive. Blocking.
 
     Raises `WeightError` if the request is refused, or not answered in time.
     """
     source = manifest.source
     assert source is not None
     where = f"weights version {manifest.version} (weights.backend = nccl)"
-    with contextlib.closing(open_nccl_socket(zmq.Context.instance(), zmq.DEALER, source.endpoint)) as dealer:
+    with contextlib.closing(
+        open_nccl_socket(zmq.Context.instance(), zmq.DEALER, source.endpoint)
+    ) as dealer:
         dealer.connect(source.endpoint)
-        dealer.send(encode_nccl_message(Ready(source.generator, source.receiver, manifest.version, rank, workers)))
+        dealer.send(
+            encode_nccl_message(
+                Ready(source.generator, source.receiver, manifest.version, rank, workers)
+            )
+        )
         if not dealer.poll(int(source.timeout * 1000)):
-            raise WeightError(f"{where}: no answer from the learner at {source.endpoint} within {source.timeout:g} s")
+            raise WeightError(
+                f"{where}: no answer from the learner at {source.endpoint} within "
+                f"{source.timeout:g} s"
+            )
         answer = decode_nccl_message(dealer.recv())
     if not isinstance(answer, Offer):
         raise WeightError(f"{where}: {getattr(answer, 'reason', answer)}")
@@ -382,7 +421,8 @@ def request_receive_offer(manifest: WeightManifest, rank: int, workers: int) -> 
 
 
 def open_nccl_socket(context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[bytes]:
-    """Open a socket to bind or connect at `address`, of IPv4 or IPv6, that drops unsent messages when it is closed."""
+    """Open a socket to bind or connect at `address`, of IPv4 or IPv6, that drops unsent messages
+    when it is closed."""
     opened: zmq.Socket[bytes] = context.socket(kind)
     opened.linger = 0
     opened.setsockopt(zmq.IPV6, "[" in address)
@@ -390,7 +430,8 @@ def open_nccl_socket(context: zmq.Context[Any], kind: int, address: str) -> zmq.
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `host`, an IPv4 or IPv6 address or a name. Port 0 is a free one."""
+    """Return a socket that listens at `host`, an IPv4 or IPv6 address or a name. Port
+    0 is a free one."""
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server((host, port), family=family)
 
@@ -402,6 +443,9 @@ def find_free_port(host: str) -> int:
 
 def start_sender_process(endpoint: str, link: str) -> SenderProcess:
     """Start a sending process, which has the import path of this process and ends with it."""
-    boot = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.vllm.nccl_sender import main; main()"
+    boot = (
+        "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from "
+        "r3async.rollout.vllm.nccl_sender import main; main()"
+    )
     command = [sys.executable, "-c", boot, json.dumps(sys.path), endpoint, link, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -25,8 +25,8 @@ CHUNK_BYTES = 2**20
 FANOUT = 2
 """Number of hosts to which one host sends a stream at once."""
 MAX_PARENT_FAILURES = 2
-"""Number of failures in a row after which a host gets no children in later streams either, and number of parents that
-may fail a host before the learner serves it."""
+"""Number of failures in a row after which a host gets no children in later streams either, and
+number of parents that may fail a host before the learner serves it."""
 ROOT_ADDRESS = ""
 """Address of the learner in a tree."""
 
@@ -46,7 +46,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Place(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The learner's answer to `Join`: the address that serves the stream, `ROOT_ADDRESS` for the learner itself.
+    """The learner's answer to `Join`: the address that serves the stream, `ROOT_ADDRESS` for
+    the learner itself.
 
     `is_learner`: another host of the learner serves it, which has the learner's keys.
     """
@@ -72,7 +73,8 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True):
-    """The header of a chunk, whose bytes are in the frames that follow; `checksum` is their XXH3."""
+    """The header of a chunk, whose bytes are in the frames that follow;
+    `checksum` is their XXH3."""
 
     stream: str
     index: int
@@ -114,9 +116,11 @@ class RelayNode:
 
 
 class RelayTree:
-    """The tree of hosts that pass on one stream. The name of a node is its host's; that of the root is `ROOT_ADDRESS`.
+    """The tree of hosts that pass on one stream. The name of a node is its host's; that of the root
+    is `ROOT_ADDRESS`.
 
-    `root_address` is the address of the host of the learner that has the stream, if it is not that of the tree.
+    `root_address` is the address of the host of the learner that has the stream, if it is not
+    that of the tree.
     """
 
     def __init__(self, root_address: str = ROOT_ADDRESS) -> None:
@@ -132,17 +136,22 @@ class RelayTree:
         """Set the address of the root, which a new process serves."""
         self._nodes[ROOT_ADDRESS].address = address
 
-    def place_node(self, name: str, address: str, avoid: Collection[str] = (), excluded: Collection[str] = ()) -> str:
-        """Place `name` near the top of the tree, where a place is free, and return the address of its parent.
+    def place_node(
+        self, name: str, address: str, avoid: Collection[str] = (), excluded: Collection[str] = ()
+    ) -> str:
+        """Place `name` near the top of the tree, where a place is free, and return the
+        address of its parent.
 
-        A node that asks again has left its place. What one node avoids gets no further children. If all other nodes
-        serve enough or are avoided, or if `MAX_PARENT_FAILURES` parents failed this one, the learner serves one more.
+        A node that asks again has left its place. What one node avoids gets no further children. If
+        all other nodes serve enough or are avoided, or if `MAX_PARENT_FAILURES` parents failed this
+        one, the learner serves one more.
         """
         self._failed_addresses.update(avoid)
         known = self._nodes.get(name)
         if known is not None:
             self._leave_parent(known)
-            if known.address != address:  # a new process, which its predecessor's children have to look for
+            # A new process, which its predecessor's children have to look for.
+            if known.address != address:
                 for child in [node for node in self._nodes.values() if node.parent == name]:
                     self._leave_parent(child)
         below = self._find_descendants(name)
@@ -151,7 +160,10 @@ class RelayTree:
             for other, node in self._nodes.items()
             if other not in below
             and node.children < FANOUT
-            and (other == ROOT_ADDRESS or node.address not in {"", *excluded, *self._failed_addresses})
+            and (
+                other == ROOT_ADDRESS
+                or node.address not in {"", *excluded, *self._failed_addresses}
+            )
         ]
         parent = min(free)[2] if free and len(avoid) < MAX_PARENT_FAILURES else ROOT_ADDRESS
         at = self._nodes[parent]
@@ -161,8 +173,10 @@ class RelayTree:
         return at.address
 
     def finish_node(self, name: str) -> None:
-        """Record that `name` has the whole stream, so that its parent may serve another node. Idempotent."""
-        if (node := self._nodes.get(name)) is not None:
+        """Record that `name` has the whole stream, so that its parent may serve another
+        node. Idempotent."""
+        node = self._nodes.get(name)
+        if node is not None:
             self._leave_parent(node)
 
     def _leave_parent(self, node: RelayNode) -> None:
@@ -174,7 +188,8 @@ class RelayTree:
         """Return `name` and all nodes that get the stream through it."""
         found = {name}
         for other in self._nodes:
-            way, at = [other], other
+            way = [other]
+            at = other
             while at != ROOT_ADDRESS and at not in found:
                 at = self._nodes[at].parent
                 way.append(at)
@@ -184,7 +199,8 @@ class RelayTree:
 
 
 class RelayTrees:
-    """The trees of the learner, one per stream. Hosts that failed others are avoided, for later streams too."""
+    """The trees of the learner, one per stream. Hosts that failed others are avoided, for
+    later streams too."""
 
     def __init__(self) -> None:
         self._trees: dict[str, RelayTree] = {}
@@ -199,17 +215,25 @@ class RelayTrees:
             self._trees[stream].move_root(address)
 
     def has_failed_root(self, message: Join) -> bool:
-        """Return True if the root of the stream has failed the sender, which asks for another place."""
+        """Return True if the root of the stream has failed the sender, which asks
+        for another place."""
         return bool(message.avoid) and message.avoid[-1] == self._roots.get(message.stream)
 
     def handle_join(self, name: str, message: Join) -> Place:
-        """Return the place at which `name` gets the stream. A host asks again when a parent failed it."""
+        """Return the place at which `name` gets the stream. A host asks again when a
+        parent failed it."""
         for address in message.avoid[-1:]:
             self._failed[address] += 1
-        excluded = {address for address, times in self._failed.items() if times >= MAX_PARENT_FAILURES}
-        tree = self._trees.setdefault(message.stream, RelayTree(self._roots.get(message.stream, ROOT_ADDRESS)))
+        excluded = {
+            address for address, times in self._failed.items() if times >= MAX_PARENT_FAILURES
+        }
+        tree = self._trees.setdefault(
+            message.stream, RelayTree(self._roots.get(message.stream, ROOT_ADDRESS))
+        )
         address = tree.place_node(name, message.address, set(message.avoid), excluded)
-        return Place(message.stream, address, address != ROOT_ADDRESS and address == tree.root_address)
+        return Place(
+            message.stream, address, address != ROOT_ADDRESS and address == tree.root_address
+        )
 
     def handle_received(self, name: str, message: Done) -> None:
         self._failed.pop(message.parent, None)
@@ -225,8 +249,8 @@ class RelayTrees:
 class RelayStream:
     """A stream in a file that grows, or is complete.
 
-    `checksums` has an entry for each chunk in the file; None if it is not computed yet. The stream begins at byte
-    `start` of the file.
+    `checksums` has an entry for each chunk in the file; None if it is not computed yet. The stream
+    begins at byte `start` of the file.
     """
 
     file: File
@@ -238,8 +262,8 @@ class RelayStream:
 class ChunkServer:
     """A server of the streams on this host, which answers `Get`.
 
-    Requested chunks that are not here yet are sent when they arrive. It runs on the event loop of `socket`, which is a
-    router.
+    Requested chunks that are not here yet are sent when they arrive. It runs on the event loop of
+    `socket`, which is a router.
     """
 
     def __init__(self) -> None:
@@ -253,14 +277,16 @@ class ChunkServer:
         self._streams[name] = RelayStream(file, nbytes, [None] * count_chunks(nbytes))
 
     def add_growing_stream(self, name: str, file: File, nbytes: int, start: int) -> None:
-        """Add a stream of which nothing is here yet, and which will be in the file from byte `start` on.
+        """Add a stream of which nothing is here yet, and which will be in the file from
+        byte `start` on.
 
         Its file stays open until `remove_stream`, even if its name is removed.
         """
         self._streams[name] = RelayStream(file, nbytes, [], start)
 
     def add_chunks(self, name: str, checksums: Sequence[int], socket: MessageSocket) -> None:
-        """Record that the next chunks were written, and send them to the peers that wait for them."""
+        """Record that the next chunks were written, and send them to the peers
+        that wait for them."""
         stream = self._streams[name]
         stream.checksums += checksums
         waiting = self._pending_requests.get(name, {})
@@ -271,7 +297,8 @@ class ChunkServer:
     def remove_stream(self, name: str) -> None:
         """Remove a stream and close its file. Idempotent."""
         self._pending_requests.pop(name, None)
-        if (stream := self._streams.pop(name, None)) is not None:
+        stream = self._streams.pop(name, None)
+        if stream is not None:
             stream.file.close()
 
     @property
@@ -289,7 +316,9 @@ class ChunkServer:
             else:
                 self._pending_requests.setdefault(request.stream, {})[peer, index] = None
 
-    def _send_chunk(self, socket: MessageSocket, peer: bytes, name: str, stream: RelayStream, index: int) -> None:
+    def _send_chunk(
+        self, socket: MessageSocket, peer: bytes, name: str, stream: RelayStream, index: int
+    ) -> None:
         start = index * CHUNK_BYTES
         data = stream.file.map_bytes(stream.start + start, min(CHUNK_BYTES, stream.nbytes - start))
         checksum = stream.checksums[index]

@@ -49,7 +49,8 @@ from r3async.world.real import REAL_WORLD
 WINDOW_CHUNKS = 16
 """Maximum number of chunks that are requested and not written yet."""
 RETRY_SECONDS = 1.0
-"""Seconds without a chunk after which the request is repeated: it may have been lost with a connection."""
+"""Seconds without a chunk after which the request is repeated: it may have been lost
+with a connection."""
 MAX_SILENCE_SECONDS = 5.0
 """Seconds without a chunk after which a host asks for another place in the tree."""
 MAX_DAMAGED_CHUNKS = 3
@@ -108,7 +109,9 @@ class PartServer:
         world: World = REAL_WORLD,
         public_endpoint: Callable[[str], str] = lambda bound: bound,
     ):
-        self._address, self._keys, self._files = f"tcp://{host}:*", keys, world.files
+        self._address = f"tcp://{host}:*"
+        self._keys = keys
+        self._files = world.files
         self._public_endpoint = public_endpoint
         self._sockets = world.open_sockets()
         self._open_sockets: list[MessageSocket] = []
@@ -123,16 +126,21 @@ class PartServer:
         return self._chunk_server.sent_bytes
 
     def bind_socket(self) -> str:
-        """Bind the server's socket, unless this was done before, and return the address at which others reach it."""
+        """Bind the server's socket, unless this was done before, and return the address at which
+        others reach it."""
         if not self._open_sockets:
             router = self._sockets.bind_router(
-                self._address, self._handle_message, keys=self._keys, refused_peers=self.refused_peers
+                self._address,
+                self._handle_message,
+                keys=self._keys,
+                refused_peers=self.refused_peers,
             )
             self._open_sockets.append(router)
         return self._public_endpoint(self._open_sockets[0].endpoint)
 
     def serve_files(self, paths: Mapping[str, str]) -> None:
-        """Serve files by the names of their streams, and those no longer that were removed from the host."""
+        """Serve files by the names of their streams, and those no longer that were
+        removed from the host."""
         for name, path in list(self._paths.items()):
             if self._files.stat(path) is None:
                 self._forget_file(name)
@@ -161,7 +169,8 @@ class PartServer:
 
 
 class TcpServer(PartServer):
-    """The learner's end of the TCP transport. It serves the files on its host, and knows who serves those of the others.
+    """The learner's end of the TCP transport. It serves the files on its host, and knows who serves
+    those of the others.
 
     Its other hosts serve their parts with a `PartServer` each.
     """
@@ -184,22 +193,29 @@ class TcpServer(PartServer):
         """Parts of which an engine's host, which had asked for them, got nothing."""
 
     def offer_version(self, manifest: WeightManifest, *parts: PublishedPart) -> TcpSource:
-        """Serve a version, and the deltas of its parts. Versions removed from the host are no longer served."""
-        endpoint, first = self.bind_socket(), parts[0]
+        """Serve a version, and the deltas of its parts. Versions removed from the host are
+        no longer served."""
+        endpoint = self.bind_socket()
+        first = parts[0]
         self.serve_files(first.file_paths)
         self._parts[first.name] = list(parts)
         for part in parts[1:]:
             self._set_root(part)
-        described = tuple(TcpPart(part.name, part.nbytes, part.base, part.delta_bytes) for part in parts)
+        described = tuple(
+            TcpPart(part.name, part.nbytes, part.base, part.delta_bytes) for part in parts
+        )
         return TcpSource(endpoint, described, self._host)
 
     def list_parts(self, manifest: WeightManifest) -> list[PublishedPart]:
-        """Return the parts of a version that was offered, in order; none if it is not served any more."""
+        """Return the parts of a version that was offered, in order; none if it is not
+        served any more."""
         return next((parts for parts in self._parts.values() if parts[0].path == manifest.path), [])
 
     def list_remote_parts(self, endpoint: str) -> list[PublishedPart]:
         """Return the parts of all versions that the host with that address serves."""
-        return [part for parts in self._parts.values() for part in parts if part.endpoint == endpoint]
+        return [
+            part for parts in self._parts.values() for part in parts if part.endpoint == endpoint
+        ]
 
     def move_parts(self, before: str, endpoint: str) -> None:
         """Set the address of a host at which a new process serves its parts."""
@@ -281,8 +297,8 @@ class TcpReceiver:
 
     Args:
         folder: Name of the cache folder that the generators of this run share on a host.
-        host: Interface (in ZeroMQ's notation) at which this host passes weights on to other hosts; empty if it does
-            not.
+        host: Interface (in ZeroMQ's notation) at which this host passes weights on to other hosts;
+            empty if it does not.
         name: Host name at which other hosts reach it.
     """
 
@@ -297,11 +313,17 @@ class TcpReceiver:
         name: str = "",
         world: World = REAL_WORLD,
     ):
-        self._world, self._clock, self._files = world, world.clock.monotonic, world.files
+        self._world = world
+        self._clock = world.clock.monotonic
+        self._files = world.files
         self._host_name = world.processes.host
-        self._cache = HostVersionCache(directory, f"{folder}-{quote(self._host_name, safe='')}", world)
+        self._cache = HostVersionCache(
+            directory, f"{folder}-{quote(self._host_name, safe='')}", world
+        )
         self._peer_id = f"{peer_id}-{world.unique_id()[:8]}".encode()
-        self._keys, self._host, self._name = keys, host, name
+        self._keys = keys
+        self._host = host
+        self._name = name
         self._sockets = world.open_sockets()
         self._root_sockets: list[MessageSocket] = []
         self._relay_sockets: list[MessageSocket] = []
@@ -313,15 +335,21 @@ class TcpReceiver:
         self._relayed_streams = MAX_RELAYED_STREAMS
         self.refused_peers: Counter[str] = Counter()
         self.received_bytes = self.damaged_chunks = self.parent_changes = 0
-        """Bytes received, chunks that arrived damaged, and number of times that this host asked for another place."""
+        """Bytes received, chunks that arrived damaged, and number of times that this host asked
+        for another place."""
 
-    async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+    async def fetch_version(
+        self, manifest: WeightManifest, parts: Sequence[Any], timeout: float
+    ) -> WeightManifest:
         """Implement `WeightReceiver.fetch_version`.
 
         One process of the host fetches, and the others wait for its file. `close` ends both.
         """
-        source, wanted = parts[0], digest_version(manifest)
-        is_here = source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None
+        source = parts[0]
+        wanted = digest_version(manifest)
+        is_here = (
+            source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None
+        )
         if is_here and len(source.parts) == 1:
             return manifest  # the learner's host, which has the whole version
         self._fetch = asyncio.ensure_future(self._fetch_within(source, wanted, manifest, timeout))
@@ -331,7 +359,9 @@ class TcpReceiver:
             path = await self._fetch
         except asyncio.CancelledError:
             if self._is_closed:
-                raise WeightError(f"{decode_utf8(self._peer_id)} stops, and fetches no version any more") from None
+                raise WeightError(
+                    f"{decode_utf8(self._peer_id)} stops, and fetches no version any more"
+                ) from None
             raise
         return msgspec.structs.replace(manifest, path=str(path))
 
@@ -340,7 +370,9 @@ class TcpReceiver:
     ) -> Path:
         try:
             async with asyncio.timeout(timeout):
-                while (path := await self._run_in_thread(self._cache.acquire_version, wanted)) is None:
+                while (
+                    path := await self._run_in_thread(self._cache.acquire_version, wanted)
+                ) is None:
                     with self._cache.claim_fetch() as mine:
                         if mine and self._files.stat(self._cache.version_path(wanted)) is None:
                             await self._fetch_to_cache(source, wanted, manifest)
@@ -348,7 +380,8 @@ class TcpReceiver:
                         await asyncio.sleep(CACHE_POLL_SECONDS)
         except TimeoutError as error:
             raise TimeoutError(
-                f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
+                f"version {manifest.version} did not arrive within {timeout:g} s "
+                "(weights.install_timeout)"
             ) from error
         return path
 
@@ -371,23 +404,33 @@ class TcpReceiver:
     async def _run_in_thread(self, function: Any, *args: Any) -> Any:
         return await self._world.threads.run(function, *args)
 
-    async def _fetch_to_cache(self, source: TcpSource, wanted: VersionDigest, manifest: WeightManifest) -> None:
-        bases = {part.base for part in source.parts if part.base is not None and self._has_version(part.base)}
+    async def _fetch_to_cache(
+        self, source: TcpSource, wanted: VersionDigest, manifest: WeightManifest
+    ) -> None:
+        bases = {
+            part.base
+            for part in source.parts
+            if part.base is not None and self._has_version(part.base)
+        }
         base = bases.pop() if bases else None  # all parts change the same version
         await self._run_in_thread(self._cache.remove_unused_versions, base)
         beside = source.nbytes if base is not None else 0
         check_free_space(self._cache.path, source.nbytes, manifest.version, self._files, beside)
         self._connect_sockets(source.endpoint)
         path = self._cache.version_path(wanted)
-        aside, start = path.with_name(f".{path.name}"), 0
+        aside = path.with_name(f".{path.name}")
+        start = 0
         self._relayed_streams = MAX_RELAYED_STREAMS * len(source.parts)
         for part in source.parts:
             await self._fetch_part(part, base if part.base == base else None, aside, start)
             start += part.nbytes
         self._files.rename(aside, path)
 
-    async def _fetch_part(self, part: TcpPart, base: VersionDigest | None, path: Path, start: int) -> None:
-        """Append a part to the file of a version, which begins with the `start` bytes of those before it."""
+    async def _fetch_part(
+        self, part: TcpPart, base: VersionDigest | None, path: Path, start: int
+    ) -> None:
+        """Append a part to the file of a version, which begins with the `start` bytes of
+        those before it."""
         if base is not None:
             aside = path.with_name(f"{path.name}.delta")
             delta = await self._receive_stream(delta_name(part.name), part.delta_bytes, aside)
@@ -399,8 +442,11 @@ class TcpReceiver:
     def _has_version(self, base: VersionDigest) -> bool:
         return self._files.stat(self._cache.version_path(base)) is not None
 
-    def _apply_delta(self, base: VersionDigest, delta: File, path: Path, start: int, nbytes: int) -> bool:
-        """Apply the delta of a part, append the result to the file, and return True if it is the part.
+    def _apply_delta(
+        self, base: VersionDigest, delta: File, path: Path, start: int, nbytes: int
+    ) -> bool:
+        """Apply the delta of a part, append the result to the file, and return True
+        if it is the part.
 
         If not, the delta or its base is corrupt, and the whole part is needed.
         """
@@ -416,25 +462,30 @@ class TcpReceiver:
                 return False
         return True
 
-    # -- one stream ------------------------------------------------------------------------------------------------
+    # -- one stream --------------------------------------------------------------------------------
 
     def _connect_sockets(self, endpoint: str) -> None:
         """Connect to the learner, and listen for other hosts, unless this was done before."""
         if self._root_sockets:
             return
         if self._host:
-            # The client's keys serve here too: their public key is known to the learner, and to all hosts with the same
-            # keys.
+            # The client's keys serve here too: their public key is known to the learner, and to all
+            # hosts with the same keys.
             known = frozenset([decode_key(derive_public_key(self._keys.secret_key))])
             server = ServerKeys(self._keys.secret_key, known)
             with contextlib.suppress(OSError):  # then it passes nothing on
                 relay = self._sockets.bind_router(
-                    f"tcp://{self._host}:*", self._handle_chunk_request, keys=server, refused_peers=self.refused_peers
+                    f"tcp://{self._host}:*",
+                    self._handle_chunk_request,
+                    keys=server,
+                    refused_peers=self.refused_peers,
                 )
                 self._relay_sockets.append(relay)
                 self._address = f"tcp://{self._name}:{relay.endpoint.rpartition(':')[2]}"
         self._root_sockets.append(
-            self._sockets.connect_dealer(endpoint, self._peer_id, self._handle_message, keys=self._keys)
+            self._sockets.connect_dealer(
+                endpoint, self._peer_id, self._handle_message, keys=self._keys
+            )
         )
 
     def _handle_chunk_request(self, frames: list[Any]) -> None:
@@ -490,22 +541,31 @@ class TcpReceiver:
 
         Raises `WeightError` if the learner does not have the stream.
         """
-        expected.place, expected.is_gone = None, False
+        expected.place = None
+        expected.is_gone = False
         while expected.place is None:
-            self._root_sockets[0].send([encode_relay_message(Join(expected.name, self._address, tuple(avoid)))])
+            self._root_sockets[0].send(
+                [encode_relay_message(Join(expected.name, self._address, tuple(avoid)))]
+            )
             await expected.wait_for_activity()
             if expected.is_gone:
-                raise WeightError(f"the learner does not keep {expected.name} of the weights any more")
+                raise WeightError(
+                    f"the learner does not keep {expected.name} of the weights any more"
+                )
         return expected.place
 
-    async def _receive_from_parent(self, place: Place, expected: IncomingStream, file: File) -> bool:
+    async def _receive_from_parent(
+        self, place: Place, expected: IncomingStream, file: File
+    ) -> bool:
         """Connect to a parent and receive from it as `_receive_chunks` does."""
         if place.parent == ROOT_ADDRESS:
             return await self._receive_chunks(expected, file, self._root_sockets[0])
         client_public = derive_public_key(self._keys.secret_key)
         keys = self._keys if place.is_learner else ClientKeys(self._keys.secret_key, client_public)
         try:
-            socket = self._sockets.connect_dealer(place.parent, self._peer_id, self._handle_message, keys=keys)
+            socket = self._sockets.connect_dealer(
+                place.parent, self._peer_id, self._handle_message, keys=keys
+            )
         except OSError:  # that is no address
             return False
         try:
@@ -513,13 +573,17 @@ class TcpReceiver:
         finally:
             socket.close()
 
-    async def _receive_chunks(self, expected: IncomingStream, file: File, socket: MessageSocket) -> bool:
+    async def _receive_chunks(
+        self, expected: IncomingStream, file: File, socket: MessageSocket
+    ) -> bool:
         """Receive chunks from one parent and return True if all are written.
 
-        Gives up when the parent is silent, or when a chunk arrives damaged every time because the parent's copy is
-        damaged.
+        Gives up when the parent is silent, or when a chunk arrives damaged every time because the
+        parent's copy is damaged.
         """
-        asked, silent, damaged = expected.next_chunk, 0.0, Counter[int]()
+        asked = expected.next_chunk
+        silent = 0.0
+        damaged = Counter[int]()
         while not expected.is_complete:
             stop = min(expected.chunk_count, expected.next_chunk + WINDOW_CHUNKS)
             if stop > asked:
@@ -534,11 +598,17 @@ class TcpReceiver:
             else:
                 silent += RETRY_SECONDS
                 asked = expected.next_chunk
-            if expected.is_gone or silent >= MAX_SILENCE_SECONDS or damaged[expected.next_chunk] >= MAX_DAMAGED_CHUNKS:
+            if (
+                expected.is_gone
+                or silent >= MAX_SILENCE_SECONDS
+                or damaged[expected.next_chunk] >= MAX_DAMAGED_CHUNKS
+            ):
                 return False
         return True
 
-    async def _write_pending_chunks(self, expected: IncomingStream, file: File, socket: MessageSocket) -> bool:
+    async def _write_pending_chunks(
+        self, expected: IncomingStream, file: File, socket: MessageSocket
+    ) -> bool:
         """Write the chunks that have arrived and pass them on.
 
         Returns False if a chunk was damaged on its way and is requested again.
@@ -548,15 +618,20 @@ class TcpReceiver:
         for _ in good:
             expected.pending_chunks.popleft()
         expected.written_chunks += len(good)
-        self._chunk_server.add_chunks(expected.name, good, self._relay_sockets[0] if self._relay_sockets else socket)
+        self._chunk_server.add_chunks(
+            expected.name, good, self._relay_sockets[0] if self._relay_sockets else socket
+        )
         if len(good) == len(batch):
             return True
         self.damaged_chunks += 1
         expected.pending_chunks.clear()
         return False
 
-    def _append_verified_chunks(self, file: File, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
-        """Append chunks up to the first damaged one, and return the checksums of those that were written."""
+    def _append_verified_chunks(
+        self, file: File, batch: Sequence[tuple[int, list[Any]]]
+    ) -> list[int]:
+        """Append chunks up to the first damaged one, and return the checksums of those
+        that were written."""
         good = []
         for checksum, frames in batch:
             digest = xxhash.xxh3_64()

@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 
 
 class VersionFile:
-    """The memory-mapped file of a published version, whose names, shapes and dtypes are those of the manifest.
+    """The memory-mapped file of a published version, whose names, shapes and dtypes are those
+    of the manifest.
 
-    Checksums are not compared before `verify_checksums`. `content` are the file's bytes, uint8 `[n]`, if it is mapped
-    already. Raises `WeightError` that names the file or the tensor.
+    Checksums are not compared before `verify_checksums`. `content` are the file's bytes, uint8
+    `[n]`, if it is mapped already. Raises `WeightError` that names the file or the tensor.
     """
 
     def __init__(
-        self, manifest: WeightManifest, content: torch.Tensor | None = None, *, files: Files = REAL_WORLD.files
+        self,
+        manifest: WeightManifest,
+        content: torch.Tensor | None = None,
+        *,
+        files: Files = REAL_WORLD.files,
     ):
         import torch
 
@@ -39,10 +44,17 @@ class VersionFile:
         self.header = content[:begin].numpy().tobytes()
         self.data = content[begin:]
         """Bytes of the tensors, uint8 `[nbytes]`."""
-        if missing := sorted(set(manifest.tensors) - set(found)):
-            raise WeightError(f"{self._label}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
-        if unknown := sorted(set(found) - set(manifest.tensors)):
-            raise WeightError(f"{self._label}: tensor {unknown[0]!r} is not in the manifest ({len(unknown)} in all)")
+        missing = sorted(set(manifest.tensors) - set(found))
+        if missing:
+            raise WeightError(
+                f"{self._label}: tensor {missing[0]!r} is missing ({len(missing)} in all)"
+            )
+        unknown = sorted(set(found) - set(manifest.tensors))
+        if unknown:
+            raise WeightError(
+                f"{self._label}: tensor {unknown[0]!r} is not in the manifest "
+                f"({len(unknown)} in all)"
+            )
         widths = {dtype: getattr(torch, dtype).itemsize for dtype in SAFETENSORS_DTYPES}
         names = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
         self._tensor_spans: list[tuple[str, TensorEntry, int, int]] = []
@@ -51,18 +63,20 @@ class VersionFile:
             start, stop = this.data_offsets
             if this.dtype != SAFETENSORS_DTYPES.get(entry.dtype) or this.shape != entry.shape:
                 raise WeightError(
-                    f"{self._label}: tensor {name!r} is {names.get(this.dtype, this.dtype)} {list(this.shape)}, "
-                    f"the manifest says {entry.dtype} {list(entry.shape)}"
+                    f"{self._label}: tensor {name!r} is {names.get(this.dtype, this.dtype)} "
+                    f"{list(this.shape)}, the manifest says {entry.dtype} {list(entry.shape)}"
                 )
             nbytes = math.prod(entry.shape) * widths[entry.dtype]
             if not 0 <= start <= stop <= len(self.data) or stop - start != nbytes:
                 raise WeightError(
-                    f"{self._label} cannot be read: tensor {name!r} is at bytes {start} to {stop} of {len(self.data)}"
+                    f"{self._label} cannot be read: tensor {name!r} is at bytes {start} to {stop} "
+                    f"of {len(self.data)}"
                 )
             self._tensor_spans.append((name, entry, start, stop))
 
     def iter_tensors(self, *, verify_checksums: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor in the manifest's order, not copied. `verify_checksums` compares each just before."""
+        """Yield every tensor in the manifest's order, not copied. `verify_checksums` compares
+        each just before."""
         view = memoryview(self.data.numpy())
         for name, entry, start, stop in self._tensor_spans:
             if verify_checksums:
@@ -75,13 +89,19 @@ class VersionFile:
         for name, entry, start, stop in self._tensor_spans:
             self._verify_checksum(view, name, entry, start, stop)
 
-    def _verify_checksum(self, view: memoryview, name: str, entry: TensorEntry, start: int, stop: int) -> None:
+    def _verify_checksum(
+        self, view: memoryview, name: str, entry: TensorEntry, start: int, stop: int
+    ) -> None:
         if xxhash.xxh3_64_intdigest(view[start:stop]) != entry.checksum:
-            raise WeightError(f"{self._label}: tensor {name!r} is corrupt: its checksum differs from the published one")
+            raise WeightError(
+                f"{self._label}: tensor {name!r} is corrupt: its checksum differs from "
+                "the published one"
+            )
 
 
 def map_file_privately(path: str, *, files: Files = REAL_WORLD.files) -> torch.Tensor:
-    """Return the memory-mapped bytes of a file, uint8 `[n]`. Writes to the tensor do not reach the file.
+    """Return the memory-mapped bytes of a file, uint8 `[n]`. Writes to the tensor do
+    not reach the file.
 
     Raises `OSError` and `RuntimeError`.
     """
@@ -94,10 +114,12 @@ def map_file_privately(path: str, *, files: Files = REAL_WORLD.files) -> torch.T
 
 
 def view_as_tensor(data: torch.Tensor, start: int, stop: int, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor in `data[start:stop]`, copied only if its offset is not aligned for its dtype."""
+    """Return the tensor in `data[start:stop]`, copied only if its offset is not
+    aligned for its dtype."""
     import torch
 
-    dtype, piece = getattr(torch, entry.dtype), data[start:stop]
+    dtype = getattr(torch, entry.dtype)
+    piece = data[start:stop]
     if piece.storage_offset() % dtype.itemsize:
         piece = piece.clone()
     return piece.view(dtype).view(entry.shape)
@@ -106,11 +128,12 @@ def view_as_tensor(data: torch.Tensor, start: int, stop: int, entry: TensorEntry
 def iter_verified_tensors(
     manifest: WeightManifest, *, verify_checksums: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a published version in the manifest's order, mapped from the file rather than copied.
+    """Yield every tensor of a published version in the manifest's order, mapped from the file
+    rather than copied.
 
-    Names, shapes and dtypes are checked before the first tensor is yielded, and the checksum of each tensor just before
-    it. `verify_checksums=False` omits the checksums, for a reader whose caller has just verified the same file. Raises
-    `WeightError` that names the file or the tensor.
+    Names, shapes and dtypes are checked before the first tensor is yielded, and the checksum of
+    each tensor just before it. `verify_checksums=False` omits the checksums, for a reader whose
+    caller has just verified the same file. Raises `WeightError` that names the file or the tensor.
     """
     yield from VersionFile(manifest).iter_tensors(verify_checksums=verify_checksums)
 

@@ -33,12 +33,16 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 class VersionStore(VersionFolder):
     """A store of a policy's versions for the engines of this host, which keeps the last `keep`.
 
-    An engine may begin to read version v - 1 while v is written, hence `keep=2`. No more than `bucket_bytes` are held
-    in memory besides the tensors themselves.
+    An engine may begin to read version v - 1 while v is written, hence `keep=2`. No more than
+    `bucket_bytes` are held in memory besides the tensors themselves.
     """
 
     def __init__(
-        self, directory: Path, keep: int = 2, bucket_bytes: int = DEFAULT_BUCKET_BYTES, world: World = REAL_WORLD
+        self,
+        directory: Path,
+        keep: int = 2,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        world: World = REAL_WORLD,
     ):
         super().__init__(directory, keep, world)
         self._bucket_bytes = bucket_bytes
@@ -74,9 +78,12 @@ class VersionStore(VersionFolder):
 
 
 class SharedMemoryReceiver:
-    """A generator's end of the shared-memory transport. It fetches nothing: the file is on this host already."""
+    """A generator's end of the shared-memory transport. It fetches nothing: the file is on
+    this host already."""
 
-    async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+    async def fetch_version(
+        self, manifest: WeightManifest, parts: Sequence[Any], timeout: float
+    ) -> WeightManifest:
         return manifest
 
     async def discard_version(self, manifest: WeightManifest) -> None:
@@ -87,18 +94,23 @@ class SharedMemoryReceiver:
 
 
 class DeltaVersionStore(VersionStore):
-    """A `VersionStore` for hosts that fetch. It writes a version's delta from the one before beside it, if worthwhile.
+    """A `VersionStore` for hosts that fetch. It writes a version's delta from the one before beside
+    it, if worthwhile.
 
     An offer's only transport data is the `PublishedPart` that is the whole version.
     """
 
-    def __init__(self, directory: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES, world: World = REAL_WORLD):
+    def __init__(
+        self, directory: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES, world: World = REAL_WORLD
+    ):
         super().__init__(directory, bucket_bytes=bucket_bytes, world=world)
         self._last_manifest: WeightManifest | None = None
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """Publish a version. If the disk does not accept its delta, hosts fetch the whole version."""
-        before, self._last_manifest = self._last_manifest, manifest
+        """Publish a version. If the disk does not accept its delta, hosts fetch
+        the whole version."""
+        before = self._last_manifest
+        self._last_manifest = manifest
         made = False
         with contextlib.suppress(OSError):
             made = before is not None and self._write_delta(before, manifest)
@@ -112,20 +124,25 @@ class DeltaVersionStore(VersionStore):
             if pair is None:
                 return False
             pieces = encode_delta(digest_version(before), digest_version(manifest), *pair)
-            write_atomically(delta_path(Path(manifest.path)), pieces, fsync=False, files=self._files)
+            write_atomically(
+                delta_path(Path(manifest.path)), pieces, fsync=False, files=self._files
+            )
         return True
 
 
 def describe_part(path: Path, base: VersionDigest | None, files: Files) -> PublishedPart:
     """Describe the file of a part, and its delta if it has a `base`."""
-    sizes = [found.size for each in (path, delta_path(path)) if (found := files.stat(each)) is not None]
+    sizes = [
+        found.size for each in (path, delta_path(path)) if (found := files.stat(each)) is not None
+    ]
     return PublishedPart(str(path), sizes[0], base, sizes[1] if base is not None else 0)
 
 
 def open_delta_pair(
     stack: contextlib.ExitStack, before: Path, path: Path, open_file: Callable[[Path], File]
 ) -> tuple[File, File] | None:
-    """Open the files of two versions, if both exist and a delta between them is worthwhile; else return None."""
+    """Open the files of two versions, if both exist and a delta between them is worthwhile;
+    else return None."""
     try:
         old, new = (stack.enter_context(open_file(each)) for each in (before, path))
     except FileNotFoundError:

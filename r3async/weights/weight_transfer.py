@@ -25,7 +25,8 @@ class PublishedPart(msgspec.Struct, frozen=True):
         nbytes: Size of that file.
         base: The version that the delta beside it changes into this one; None if there is no delta.
         delta_bytes: Size of the delta.
-        endpoint: Address at which a sender of that host serves the part; empty on the learner's own host.
+        endpoint: Address at which a sender of that host serves the part; empty on the
+            learner's own host.
     """
 
     path: str
@@ -43,7 +44,11 @@ class PublishedPart(msgspec.Struct, frozen=True):
     @property
     def file_paths(self) -> dict[str, str]:
         """The files with the part's bytes, and its delta's if there is one, by name."""
-        delta = {delta_name(self.name): str(delta_path(Path(self.path)))} if self.base is not None else {}
+        delta = (
+            {delta_name(self.name): str(delta_path(Path(self.path)))}
+            if self.base is not None
+            else {}
+        )
         return {self.name: self.path, **delta}
 
 
@@ -67,10 +72,11 @@ class WeightSender(Protocol):
         dtype: torch.dtype,
         versions_in_use: Collection[int] = (),
     ) -> TransferOffer:
-        """Publish `tensors` as `version`, in their `choose_stored_dtype`. The `versions_in_use` by engines are kept.
+        """Publish `tensors` as `version`, in their `choose_stored_dtype`. The `versions_in_use` by
+        engines are kept.
 
-        Raises `WeightError`, and `OSError` if the disk does not accept the version, after which it can be published
-        again.
+        Raises `WeightError`, and `OSError` if the disk does not accept the version, after which it
+        can be published again.
         """
         ...
 
@@ -89,15 +95,17 @@ class WeightReceiver(Protocol):
     async def fetch_version(
         self, manifest: WeightManifest, transport_data: Sequence[Any], timeout: float
     ) -> WeightManifest:
-        """Fetch a version to this host and return its manifest with a local path, or with a `source`.
+        """Fetch a version to this host and return its manifest with a local path, or
+        with a `source`.
 
-        The file at that path stays until the next version is fetched. Raises `WeightError`, `OSError` if the disk does
-        not accept the file, or `TimeoutError` after `timeout` seconds.
+        The file at that path stays until the next version is fetched. Raises `WeightError`,
+        `OSError` if the disk does not accept the file, or `TimeoutError` after `timeout` seconds.
         """
         ...
 
     async def discard_version(self, manifest: WeightManifest) -> None:
-        """Discard a fetched file that differs from what was published, so that the next call fetches it again."""
+        """Discard a fetched file that differs from what was published, so that the next call
+        fetches it again."""
         ...
 
     async def close(self) -> None:
@@ -111,5 +119,6 @@ def delta_name(name: str) -> str:
 
 
 def delta_path(path: Path) -> Path:
-    """Return the path of a version's delta from the version before, which is beside the version's file."""
+    """Return the path of a version's delta from the version before, which is beside
+    the version's file."""
     return path.with_suffix(".delta")

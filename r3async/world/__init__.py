@@ -1,13 +1,16 @@
-"""The seam: every way in which the system touches the outside, as protocols whose implementations are passed in.
+"""The seam: every way in which the system touches the outside, as protocols whose
+implementations are passed in.
 
-A process has one `World`: its clock, its threads, the files of its host, message sockets, the actors that it calls,
-and information about processes. There are two implementations: the real one (`r3async.world.real.REAL_WORLD`: Ray,
-ZeroMQ, the disk), and the simulated one (`dev.simulation`: one process, one event loop in virtual time, one seed).
-Conductor, fleet, watch, saver, learner, generator, sender, receiver, spool, checkpoint directory and the run's
-supervision are the same classes in both.
+A process has one `World`: its clock, its threads, the files of its host, message sockets, the
+actors that it calls, and information about processes. There are two implementations: the real one
+(`r3async.world.real.REAL_WORLD`: Ray, ZeroMQ, the disk), and the simulated one (`dev.simulation`:
+one process, one event loop in virtual time, one seed). Conductor, fleet, watch, saver, learner,
+generator, sender, receiver, spool, checkpoint directory and the run's supervision are the same
+classes in both.
 
-Tasks, events, `asyncio.sleep`, `asyncio.timeout` and `asyncio.wait` need no protocol: they belong to the running
-event loop, which the world provides. Everything else goes through here. A lint rule forbids the direct calls.
+Tasks, events, `asyncio.sleep`, `asyncio.timeout` and `asyncio.wait` need no protocol: they belong
+to the running event loop, which the world provides. Everything else goes through here. A lint rule
+forbids the direct calls.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ def ignore_event(event: str, /, **facts: Any) -> None:
     """Discard an event; the default `EventReporter`."""
 
 
-# Actors, as in every world: placement, start, calls and end. `cluster.py` implements them for a cluster.
+# Actors, as in every world: placement, start, calls and end. `cluster.py` implements
+# them for a cluster.
 
 
 class ActorLostError(RuntimeError):
@@ -46,10 +50,12 @@ class ActorRef(Protocol):
 
     name: str
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Return what the actor's method returns, or raise the very exception that it raises. Raises
-        `ActorLostError` if its process ends first, and `TimeoutError` after `timeout` seconds. A caller that stops
-        waiting does not stop the method."""
+    async def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Return what the actor's method returns, or raise the very exception that it raises.
+        Raises `ActorLostError` if its process ends first, and `TimeoutError` after `timeout`
+        seconds. A caller that stops waiting does not stop the method."""
         ...
 
 
@@ -104,8 +110,8 @@ class ResourceBundle:
 
 
 class Reservation(Protocol):
-    """Bundles that are reserved until `Actors.release_bundles`, or until the process that reserved them ends. A
-    reservation may be sent to actors."""
+    """Bundles that are reserved until `Actors.release_bundles`, or until the process that reserved
+    them ends. A reservation may be sent to actors."""
 
     def __len__(self) -> int: ...
 
@@ -117,10 +123,12 @@ class ActorOptions:
     Attributes:
         threads: Threads of its computations; 0 if it computes nothing itself.
         gpus: Number of GPUs; may be a share of one.
-        max_restarts: Times that its process is restarted automatically; -1 for ever. A restart whose constructor raises
-            is followed by another one; at the first start that ends the actor.
+        max_restarts: Times that its process is restarted automatically; -1 for ever. A
+            restart whose constructor raises is followed by another one; at the first start
+            that ends the actor.
         max_concurrency: Maximum number of calls at once.
-        concurrency_groups: Names of further threads, for methods that are assigned to them (`Actors.begin_call`).
+        concurrency_groups: Names of further threads, for methods that are assigned to them
+            (`Actors.begin_call`).
         same_node: True to place it on the node of the process that spawns it.
         reserved_bundle: A reservation, and the number of the bundle in it that the actor uses.
     """
@@ -138,9 +146,9 @@ class Actors(Protocol):
     """Starting, calling and ending of actors."""
 
     def join_cluster(self, address: str | None, actor_count: int) -> None:
-        """Join the cluster at `address`, or the one that the environment names, or start one on this host with
-        capacity for `actor_count` actors. Blocking; idempotent. Raises `ConnectionError` with the reason if it
-        cannot connect."""
+        """Join the cluster at `address`, or the one that the environment names, or start one on
+        this host with capacity for `actor_count` actors. Blocking; idempotent. Raises
+        `ConnectionError` with the reason if it cannot connect."""
         ...
 
     def list_nodes(self) -> list[ClusterNode]:
@@ -150,27 +158,31 @@ class Actors(Protocol):
     def reserve_bundles(
         self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
     ) -> Reservation:
-        """Reserve the bundles that `plan` chooses on the hosts it is given, all of them or none. Blocking.
+        """Reserve the bundles that `plan` chooses on the hosts it is given, all of them
+        or none. Blocking.
 
-        While `plan` raises `InsufficientResourcesError`, or others reserve first, it is called again; after
-        `timeout` seconds that error is raised. Any other error of `plan` is raised at once.
+        While `plan` raises `InsufficientResourcesError`, or others reserve first, it is
+        called again; after `timeout` seconds that error is raised. Any other error of `plan`
+        is raised at once.
         """
         ...
 
     def release_bundles(self, reservation: Reservation, bundle: int | None = None) -> None:
-        """End what runs in the reservation: in a single `bundle`, if that one can move, or in all without `bundle`.
-        Idempotent."""
+        """End what runs in the reservation: in a single `bundle`, if that one can move, or in all
+        without `bundle`. Idempotent."""
         ...
 
     def host_address(self, interface: str = "") -> str:
-        """Return the address under which the other hosts of the cluster reach this one, or the address of a network
-        `interface`, if it is named. Raises `ConnectionError`, with the existing interfaces, if there is none of that
-        name."""
+        """Return the address under which the other hosts of the cluster reach this one, or the
+        address of a network `interface`, if it is named. Raises `ConnectionError`, with the
+        existing interfaces, if there is none of that name."""
         ...
 
-    def spawn_actor(self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = ...) -> ActorRef:
-        """Begin to start a process that creates `actor_class(world, *args)`, where `world` is the process's own.
-        Returns at once."""
+    def spawn_actor(
+        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = ...
+    ) -> ActorRef:
+        """Begin to start a process that creates `actor_class(world, *args)`, where `world` is the
+        process's own. Returns at once."""
         ...
 
     def current_actor(self) -> ActorRef:
@@ -178,25 +190,31 @@ class Actors(Protocol):
         ...
 
     def kill_actor(self, actor: ActorRef, *, restart: bool = False) -> None:
-        """End the actor's process at once; with `restart`, it is started again if its options allow it."""
+        """End the actor's process at once; with `restart`, it is started again if its
+        options allow it."""
         ...
 
     def put(self, value: Any) -> Any:
-        """Share a value with the processes of the cluster, and return a reference, which can be sent. As an argument
-        of a call it arrives as the value; within another value, as a reference for `get`."""
+        """Share a value with the processes of the cluster, and return a reference, which can be
+        sent. As an argument of a call it arrives as the value; within another value, as a
+        reference for `get`."""
         ...
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:
-        """Return a value that was `put`, or the result of a call that was begun. Blocking. Raises what
-        `ActorRef.call` raises."""
+        """Return a value that was `put`, or the result of a call that was begun. Blocking. Raises
+        what `ActorRef.call` raises."""
         ...
 
-    def begin_call(self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any) -> Any:
-        """Begin a call, for a thread without an event loop. Returns a reference for `wait_for_call` and `get`.
-        `concurrency_group` is one of `ActorOptions.concurrency_groups`."""
+    def begin_call(
+        self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any
+    ) -> Any:
+        """Begin a call, for a thread without an event loop. Returns a reference for `wait_for_call`
+        and `get`. `concurrency_group` is one of `ActorOptions.concurrency_groups`."""
         ...
 
-    def wait_for_call(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+    def wait_for_call(
+        self, calls: Sequence[Any], timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
         """Block until a call has ended. Returns the calls that have ended, and the others."""
         ...
 
@@ -211,12 +229,12 @@ R = TypeVar("R")
 Buffer = bytes | bytearray | memoryview
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 class Clock(Protocol):
-    """Two clocks, in seconds. Durations and deadlines are measured with `monotonic`; records carry `time`, which may
-    jump."""
+    """Two clocks, in seconds. Durations and deadlines are measured with `monotonic`; records carry
+    `time`, which may jump."""
 
     def monotonic(self) -> float:
         """Return seconds that only increase, from an unknown origin."""
@@ -227,15 +245,15 @@ class Clock(Protocol):
         ...
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 class WorkerThread(Protocol):
     """One background thread, which runs its calls in order, one at a time."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what `function` returns, or raise what it raises, in this thread. A call that is cancelled before
-        its turn is not made."""
+        """Return what `function` returns, or raise what it raises, in this thread. A call that is
+        cancelled before its turn is not made."""
         ...
 
     async def close(self) -> None:
@@ -255,16 +273,17 @@ class Threads(Protocol):
         ...
 
     def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
-        """Call `function` every `seconds` in the background, first after `seconds`, until it returns True. Returns
-        at once. Needs no event loop: any thread may call it."""
+        """Call `function` every `seconds` in the background, first after `seconds`, until it
+        returns True. Returns at once. Needs no event loop: any thread may call it."""
         ...
 
     def new_lock(self) -> AbstractContextManager[Any]:
-        """Return a new lock, which one thread holds at a time: for short work that does not wait for another thread."""
+        """Return a new lock, which one thread holds at a time: for short work that does not wait
+        for another thread."""
         ...
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -290,7 +309,8 @@ class File(Protocol):
     def size(self) -> int: ...
 
     def is_at(self, path: Path) -> bool:
-        """Return whether `path` names this file. It does not any more once it is deleted, moved or replaced."""
+        """Return whether `path` names this file. It does not any more once it is deleted,
+        moved or replaced."""
         ...
 
     def read(self, start: int = 0, length: int | None = None) -> bytes:
@@ -298,24 +318,25 @@ class File(Protocol):
         ...
 
     def map_bytes(self, start: int = 0, length: int | None = None) -> memoryview:
-        """Return the bytes from `start` on as a read-only view, without a copy where possible. It stays readable
-        when the file is closed or removed."""
+        """Return the bytes from `start` on as a read-only view, without a copy where possible. It
+        stays readable when the file is closed or removed."""
         ...
 
     def append(self, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers at the end, and return the number of bytes written. After an error, some of them may
-        have been written."""
+        """Write the buffers at the end, and return the number of bytes written. After an error,
+        some of them may have been written."""
         ...
 
     def truncate(self, size: int) -> None: ...
 
     def fsync(self) -> None:
-        """Make the file's content and length survive a power failure. Its name needs `fsync_directory`."""
+        """Make the file's content and length survive a power failure. Its name needs
+        `fsync_directory`."""
         ...
 
     def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
-        """Lock the file with `flock`. Raises `BlockingIOError` if another open file still holds the lock after
-        `timeout` seconds. The end of the process releases it."""
+        """Lock the file with `flock`. Raises `BlockingIOError` if another open file still holds the
+        lock after `timeout` seconds. The end of the process releases it."""
         ...
 
     def unlock(self) -> None: ...
@@ -330,10 +351,12 @@ class File(Protocol):
 
 
 class Files(Protocol):
-    """The file systems of this host. Every method may raise `OSError`. Data that are not synced may be lost with the
-    machine."""
+    """The file systems of this host. Every method may raise `OSError`. Data that are not synced may
+    be lost with the machine."""
 
-    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
+    def open(
+        self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644
+    ) -> File:
         """Open a file for reading, or with `create` or `exclusive` for reading and appending.
 
         Args:
@@ -357,12 +380,13 @@ class Files(Protocol):
         ...
 
     def make_private_directory(self, directory: Path) -> None:
-        """Create `directory` for this user alone (0700), or check that this user owns it and that nobody else can
-        write there. Raises `PermissionError`."""
+        """Create `directory` for this user alone (0700), or check that this user owns it and that
+        nobody else can write there. Raises `PermissionError`."""
         ...
 
     def rename(self, path: Path, new_path: Path) -> None:
-        """Rename a file or directory atomically. A file at `new_path` is replaced; a directory must not exist there."""
+        """Rename a file or directory atomically. A file at `new_path` is replaced; a directory must
+        not exist there."""
         ...
 
     def remove(self, path: Path) -> None:
@@ -370,11 +394,13 @@ class Files(Protocol):
         ...
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a file, or a directory with everything in it. Does nothing if the path does not exist."""
+        """Remove a file, or a directory with everything in it. Does nothing if the
+        path does not exist."""
         ...
 
     def fsync_directory(self, directory: Path) -> None:
-        """Make the names that were created, renamed or removed in a directory survive a power failure."""
+        """Make the names that were created, renamed or removed in a directory survive
+        a power failure."""
         ...
 
     def free_bytes(self, path: Path) -> int:
@@ -386,13 +412,14 @@ class Files(Protocol):
         ...
 
 
-# -- message sockets ---------------------------------------------------------------------------------------------------
+# -- message sockets -------------------------------------------------------------------------------
 
 MAX_FRAME = 128 * 2**10
-"""Maximum size of a frame in bytes. A peer that sends a larger one is disconnected, so this is the most memory that
-a stranger can make a process use."""
+"""Maximum size of a frame in bytes. A peer that sends a larger one is disconnected, so this is the
+most memory that a stranger can make a process use."""
 TURN_SECONDS = 0.0005
-"""Seconds that one socket, or one kind of work, may keep the event loop before others have their turn."""
+"""Seconds that one socket, or one kind of work, may keep the event loop before others
+have their turn."""
 
 
 class ReceivedFrame(Protocol):
@@ -406,8 +433,8 @@ class ReceivedFrame(Protocol):
 
 
 MessageHandler = Callable[[list[Any]], None]
-"""Function that is called on the event loop with the `ReceivedFrame`s of a message. The first frame that a router
-receives names the peer."""
+"""Function that is called on the event loop with the `ReceivedFrame`s of a message. The first frame
+that a router receives names the peer."""
 
 
 class MessageSocket(Protocol):
@@ -419,8 +446,8 @@ class MessageSocket(Protocol):
     """Reason why the router does not let this dealer in, once that is certain; else ""."""
 
     def send(self, frames: Sequence[Buffer]) -> int:
-        """Send a message without waiting. Returns 0, or the errno of what prevented it: `EHOSTUNREACH` if a router
-        does not know the peer that its first frame names."""
+        """Send a message without waiting. Returns 0, or the errno of what prevented it:
+        `EHOSTUNREACH` if a router does not know the peer that its first frame names."""
         ...
 
     def receive_pending(self, seconds: float = ...) -> None:
@@ -433,13 +460,14 @@ class MessageSocket(Protocol):
 
 
 class Sockets(Protocol):
-    """The sockets of a sender or receiver. Between two sockets, messages arrive whole and in order, or not at all."""
+    """The sockets of a sender or receiver. Between two sockets, messages arrive whole and in
+    order, or not at all."""
 
     def bind_router(
         self, address: str, on_message: MessageHandler, *, keys: Any, refused_peers: Counter[str]
     ) -> MessageSocket:
-        """Return a router bound at `address`, on a free port if it names none. Raises `OSError` with what prevented
-        it.
+        """Return a router bound at `address`, on a free port if it names none. Raises `OSError`
+        with what prevented it.
 
         Args:
             address: The address to bind to.
@@ -449,9 +477,11 @@ class Sockets(Protocol):
         """
         ...
 
-    def connect_dealer(self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: Any) -> MessageSocket:
-        """Return a dealer that connects, and connects again whenever the connection is lost. Raises `OSError` for an
-        invalid endpoint."""
+    def connect_dealer(
+        self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: Any
+    ) -> MessageSocket:
+        """Return a dealer that connects, and connects again whenever the connection is lost. Raises
+        `OSError` for an invalid endpoint."""
         ...
 
     async def close(self) -> None:
@@ -459,12 +489,12 @@ class Sockets(Protocol):
         ...
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class MetricsServer(Protocol):
-    """The endpoint at which a process serves its metrics: what `read_metrics()` returns at each request, in a
-    thread."""
+    """The endpoint at which a process serves its metrics: what `read_metrics()` returns at each
+    request, in a thread."""
 
     read_metrics: Callable[[], Mapping[str, Any]]
 
@@ -479,25 +509,27 @@ class Processes(Protocol):
     def host(self) -> str: ...
 
     def redirect_output(self, log_path: Path) -> None:
-        """Send the output of this process, and of its children, to `log_path`; a signal makes it write its stacks
-        there."""
+        """Send the output of this process, and of its children, to `log_path`; a signal makes it
+        write its stacks there."""
         ...
 
     def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
-        """Serve this process's memory and CPU time from now on, if `open_endpoint` opens an endpoint. A simulated
-        process serves nothing."""
+        """Serve this process's memory and CPU time from now on, if `open_endpoint` opens an
+        endpoint. A simulated process serves nothing."""
         ...
 
     def add_metrics_source(self, read_metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """Serve the metrics that `read_metrics()` returns as well, where this process serves metrics."""
+        """Serve the metrics that `read_metrics()` returns as well, where this
+        process serves metrics."""
         ...
 
     def measure_event_loop(self, on_lag: Callable[[float, float], None]) -> Callable[[], None]:
-        """Account for the running event loop's time by stage (`stages.py`) until the returned function is called.
+        """Account for the running event loop's time by stage (`stages.py`) until the returned
+        function is called.
 
-        Many times a second `on_lag` is called with two numbers: how many seconds late a sleeping task woke up, and
-        how many of these, at most, the loop's thread computed. During the others it waited for a core, or in a
-        blocking call. A simulated loop is never late.
+        Many times a second `on_lag` is called with two numbers: how many seconds late a sleeping
+        task woke up, and how many of these, at most, the loop's thread computed. During the others
+        it waited for a core, or in a blocking call. A simulated loop is never late.
         """
         ...
 
@@ -507,8 +539,8 @@ class Processes(Protocol):
         ...
 
     def cpu_seconds(self, other_pids: Sequence[int] = ()) -> float:
-        """Return the seconds of processor time of this process so far, and of the processes on this host with
-        `other_pids`. A simulated process computes nothing."""
+        """Return the seconds of processor time of this process so far, and of the processes on this
+        host with `other_pids`. A simulated process computes nothing."""
         ...
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
@@ -516,8 +548,8 @@ class Processes(Protocol):
         ...
 
     def request_stack_dump(self, pid: int, host: str) -> bool:
-        """Make an actor's process write the stacks of its threads to its log. Returns False if it is on another
-        host, or does not exist."""
+        """Make an actor's process write the stacks of its threads to its log. Returns False if it
+        is on another host, or does not exist."""
         ...
 
     def is_alive(self, pid: int, host: str) -> bool:
@@ -525,12 +557,12 @@ class Processes(Protocol):
         ...
 
     def kill_process(self, pid: int, host: str) -> bool:
-        """End an actor's process at once, even a stopped one. Returns False if it is on another host, or does not
-        exist."""
+        """End an actor's process at once, even a stopped one. Returns False if it is on another
+        host, or does not exist."""
         ...
 
 
-# -- the world ---------------------------------------------------------------------------------------------------------
+# -- the world -------------------------------------------------------------------------------------
 
 
 class World(Protocol):

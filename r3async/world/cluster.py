@@ -30,14 +30,15 @@ from r3async.world.kept_programs import kill_processes, list_process_trees
 
 DEFAULT_OPTIONS = ActorOptions()
 SPARE_ACTORS = 16
-"""Number of actors that a run may have beyond those it begins with, on a cluster that is started here."""
+"""Number of actors that a run may have beyond those it begins with, on a cluster that
+is started here."""
 RESTART_RETRY_SECONDS = 1.0
 """Pause before a restarted actor that could not be constructed ends, and is restarted again."""
 RESERVE_RETRY_SECONDS = 0.25
 """Seconds between two attempts to reserve resources."""
 RESERVE_TIMEOUT_SECONDS = 2.0
-"""Seconds after which a reservation counts as failed. Ray reserves free resources in milliseconds; what it cannot
-reserve in this time, others have taken."""
+"""Seconds after which a reservation counts as failed. Ray reserves free resources in milliseconds;
+what it cannot reserve in this time, others have taken."""
 
 
 STARTUP_TIMEOUT_TEXT = "timed out during startup"
@@ -48,12 +49,15 @@ class RayActorRef:
     """An actor of a Ray cluster, as a `world.ActorRef`."""
 
     def __init__(self, name: str, handle: Any):
-        self.name, self._handle = name, handle
+        self.name = name
+        self._handle = handle
 
     def __repr__(self) -> str:
         return f"RayRef({self.name!r})"
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    async def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
         answer = getattr(self._handle, method).remote(*args, **kwargs)
         try:
             async with asyncio.timeout(timeout):
@@ -64,22 +68,33 @@ class RayActorRef:
 
 def _raise_actor_error(name: str, error: Exception) -> None:
     """Raise the exception that the actor raised, or `ActorLostError` if it was lost."""
-    from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+    from ray.exceptions import (
+        ActorUnavailableError,
+        GetTimeoutError,
+        ObjectLostError,
+        RayActorError,
+        RayTaskError,
+    )
 
     if isinstance(error, RayActorError | ActorUnavailableError | ObjectLostError):
-        raise ActorLostError(f"{name or 'an actor'}: {str(error).strip() or type(error).__name__}") from error
+        raise ActorLostError(
+            f"{name or 'an actor'}: {str(error).strip() or type(error).__name__}"
+        ) from error
     if isinstance(error, GetTimeoutError):
         raise TimeoutError(str(error)) from error
-    if isinstance(error, RayTaskError) and isinstance(cause := getattr(error, "cause", None), Exception):
-        raise cause from error
+    if isinstance(error, RayTaskError):
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, Exception):
+            raise cause from error
     raise error
 
 
 def _ending_if_its_restart_fails(actor_class: type) -> type:
     """Return the class, except that a restarted actor whose constructor raises ends its process.
 
-    Ray restarts an actor whose process ends, but gives up one whose constructor raises, for ever. A disk that fails
-    while an actor is restarted must not cost the actor. The first start raises as usual.
+    Ray restarts an actor whose process ends, but gives up one whose constructor raises, for
+    ever. A disk that fails while an actor is restarted must not cost the actor. The first start
+    raises as usual.
     """
 
     class RestartableActor(actor_class):
@@ -121,7 +136,8 @@ class RayActors:
     """Actors on a Ray cluster, as `world.Actors`.
 
     Args:
-        world: The world that an actor is created with. Sent to the actor's process, it becomes that process's world.
+        world: The world that an actor is created with. Sent to the actor's process, it becomes that
+            process's world.
     """
 
     def __init__(self, world: World) -> None:
@@ -146,7 +162,9 @@ class RayActors:
                 capacity = max(actor_count, os.cpu_count() or 1) + SPARE_ACTORS
                 self._local_pids = _start_local_ray(capacity)
         except Exception as error:
-            raise ConnectionError(_connection_error_text(address, str(error).partition("\n")[0])) from error
+            raise ConnectionError(
+                _connection_error_text(address, str(error).partition("\n")[0])
+            ) from error
         self._owns_cluster = True
 
     def list_nodes(self) -> list[ClusterNode]:
@@ -156,7 +174,10 @@ class RayActors:
         free = available_resources_per_node()
         alive = [node for node in ray.nodes() if node["Alive"]]
         home = ray.get_runtime_context().get_node_id()
-        return [_cluster_node(node, free.get(node["NodeID"], {}), home) for node in sorted(alive, key=_node_sort_key)]
+        return [
+            _cluster_node(node, free.get(node["NodeID"], {}), home)
+            for node in sorted(alive, key=_node_sort_key)
+        ]
 
     def reserve_bundles(
         self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
@@ -178,7 +199,11 @@ class RayActors:
             ended = set(range(len(reservation.placement_groups)))
         else:
             group, _ = reservation.bundle_locations[bundle]
-            ended = {group} if sum(of == group for of, _ in reservation.bundle_locations) == 1 else set()
+            ended = (
+                {group}
+                if sum(of == group for of, _ in reservation.bundle_locations) == 1
+                else set()
+            )
         for index in ended:
             remove_placement_group(reservation.placement_groups[index])
 
@@ -188,7 +213,12 @@ class RayActors:
         return interface_address(interface) if interface else str(ray.util.get_node_ip_address())
 
     def spawn_actor(
-        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS, **env: str
+        self,
+        actor_class: type,
+        *args: Any,
+        name: str,
+        actor_options: ActorOptions = DEFAULT_OPTIONS,
+        **env: str,
     ) -> RayActorRef:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -209,10 +239,15 @@ class RayActors:
         elif actor_options.same_node:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        spawned_class = _ending_if_its_restart_fails(actor_class) if actor_options.max_restarts else actor_class
+        spawned_class = (
+            _ending_if_its_restart_fails(actor_class) if actor_options.max_restarts else actor_class
+        )
         lanes = dict.fromkeys(actor_options.concurrency_groups, 1)
-        remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
-        return RayActorRef(name, remote(spawned_class).options(**options).remote(self._world, *args))
+        # No option, unlike the others.
+        remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote
+        return RayActorRef(
+            name, remote(spawned_class).options(**options).remote(self._world, *args)
+        )
 
     def current_actor(self) -> RayActorRef:
         import ray
@@ -237,26 +272,32 @@ class RayActors:
         except Exception as error:
             _raise_actor_error("", error)
 
-    def begin_call(self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any) -> Any:
+    def begin_call(
+        self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any
+    ) -> Any:
         call = getattr(_ray_handle(actor), method)
-        return (call.options(concurrency_group=concurrency_group) if concurrency_group else call).remote(
-            *args, **kwargs
-        )
+        return (
+            call.options(concurrency_group=concurrency_group) if concurrency_group else call
+        ).remote(*args, **kwargs)
 
-    def wait_for_call(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+    def wait_for_call(
+        self, calls: Sequence[Any], timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
         import ray
 
         return ray.wait(list(calls), timeout=timeout)
 
     def leave_cluster(self) -> None:
-        if self._owns_cluster:  # else an import of Ray may just have been interrupted, and it cannot be imported twice
+        # Else an import of Ray may just have been interrupted, and it cannot be imported twice.
+        if self._owns_cluster:
             import ray
 
             left = list_process_trees(self._local_pids)
             ray.shutdown()
             kill_processes(left)  # what Ray's processes started ends by itself, but later
             time.sleep(0.1)
-        self._owns_cluster, self._local_pids = False, []
+        self._owns_cluster = False
+        self._local_pids = []
 
 
 def _node_sort_key(node: Any) -> tuple[str, str]:
@@ -265,7 +306,11 @@ def _node_sort_key(node: Any) -> tuple[str, str]:
 
 def _cluster_node(node: Any, free: Any, home: str) -> ClusterNode:
     total = node["Resources"]
-    kinds = [key.removeprefix("accelerator_type:") for key in total if key.startswith("accelerator_type:")]
+    kinds = [
+        key.removeprefix("accelerator_type:")
+        for key in total
+        if key.startswith("accelerator_type:")
+    ]
     return ClusterNode(
         node["NodeID"],
         node["NodeManagerHostname"] or node["NodeManagerAddress"],
@@ -281,20 +326,30 @@ def _cluster_node(node: Any, free: Any, home: str) -> ClusterNode:
 
 
 def _reserve_placement_groups(bundles: Sequence[ResourceBundle]) -> RayReservation:
-    """Reserve the bundles. Those that stay share one group, with fixed hosts; each one that can move has its own
-    group, whose host is only preferred."""
+    """Reserve the bundles. Those that stay share one group, with fixed hosts; each one that can
+    move has its own group, whose host is only preferred."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     staying = [bundle for bundle in bundles if not bundle.can_move]
-    groups, at, fixed = [], list[tuple[int, int]](), 0
+    groups = []
+    at = list[tuple[int, int]]()
+    fixed = 0
     if staying:
         wanted = [{"ray.io/node-id": bundle.node_id} for bundle in staying]
-        groups.append(placement_group([_bundle_resources(b) for b in staying], "PACK", bundle_label_selector=wanted))
+        groups.append(
+            placement_group(
+                [_bundle_resources(b) for b in staying], "PACK", bundle_label_selector=wanted
+            )
+        )
     for bundle in bundles:
         if bundle.can_move:
             at.append((len(groups), 0))
             groups.append(
-                placement_group([_bundle_resources(bundle)], "STRICT_PACK", _soft_target_node_id=bundle.node_id or None)
+                placement_group(
+                    [_bundle_resources(bundle)],
+                    "STRICT_PACK",
+                    _soft_target_node_id=bundle.node_id or None,
+                )
             )
         else:
             at.append((0, fixed))
@@ -306,7 +361,8 @@ def _reserve_placement_groups(bundles: Sequence[ResourceBundle]) -> RayReservati
         remove_placement_group(group)
     asked = sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
     raise InsufficientResourcesError(
-        f"others were faster: Ray could not reserve {asked[0]:g} GPUs and {asked[1]:g} CPUs as planned"
+        f"others were faster: Ray could not reserve {asked[0]:g} GPUs and "
+        f"{asked[1]:g} CPUs as planned"
     )
 
 
@@ -323,8 +379,8 @@ def _scheduling_strategy(reservation: Reservation, bundle: int) -> Any:
 
 
 def _start_local_ray(capacity: int) -> list[int]:
-    """Start a separate Ray on this machine, and return the ids of its processes. Its node has 30 s to report itself,
-    which may be too short on a busy machine; then it is started once more."""
+    """Start a separate Ray on this machine, and return the ids of its processes. Its node has 30 s
+    to report itself, which may be too short on a busy machine; then it is started once more."""
     import ray
 
     for last in (False, True):
@@ -351,15 +407,15 @@ def _start_local_ray(capacity: int) -> list[int]:
 
 @contextlib.contextmanager
 def _replace_in_ray(pids: list[int]) -> Iterator[None]:
-    """Make `ray.init` start a cluster of this machine and this user alone, which only this process ends. The ids of
-    Ray's processes are added to `pids`.
+    """Make `ray.init` start a cluster of this machine and this user alone, which only this process
+    ends. The ids of Ray's processes are added to `pids`.
 
-    * No dashboard process is started, which it would otherwise wait for even without a dashboard, and no process that
-      requests further machines.
+    * No dashboard process is started, which it would otherwise wait for even without a dashboard,
+      and no process that requests further machines.
     * Everything listens on loopback.
-    * Signals that stop a run are blocked in all processes of Ray and in what they start: `timeout`, systemd, Slurm and a
-      closed terminal send them to all processes of the command, and the command alone is to end them. Ray does the same
-      for SIGINT only.
+    * Signals that stop a run are blocked in all processes of Ray and in what they start: `timeout`,
+      systemd, Slurm and a closed terminal send them to all processes of the command, and the
+      command alone is to end them. Ray does the same for SIGINT only.
     * Only this user can read the file with the cluster's token.
 
     A version of Ray that has other names keeps its own ways.
@@ -380,11 +436,13 @@ def _replace_in_ray(pids: list[int]) -> Iterator[None]:
             started = start_process(*args, **options)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        started.process.terminate = started.process.kill  # or Ray would wait for each of them to obey
+        # Or Ray would wait for each of them to obey.
+        started.process.terminate = started.process.kill
         pids.append(started.process.pid)
         return started
 
-    start_process, generate_token = services.start_ray_process, tokens.generate_and_save_token
+    start_process = services.start_ray_process
+    generate_token = tokens.generate_and_save_token
     with contextlib.suppress(OSError):  # there is none, or it is not ours
         tokens._get_default_token_path().chmod(0o600)
     with contextlib.ExitStack() as stack:
@@ -395,7 +453,8 @@ def _replace_in_ray(pids: list[int]) -> Iterator[None]:
             (tokens, "generate_and_save_token", generate_private_token),
             (ray_constants, "ENABLE_RAY_CLUSTER", False),
         ):
-            if (theirs := getattr(owner, name, None)) is not None:
+            theirs = getattr(owner, name, None)
+            if theirs is not None:
                 setattr(owner, name, instead)
                 stack.callback(setattr, owner, name, theirs)
         yield
@@ -403,10 +462,12 @@ def _replace_in_ray(pids: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, which `ray.init` replaces at its beginning, and its C++ part later."""
+    """Keep this process's handler of SIGTERM, which `ray.init` replaces at its beginning, and
+    its C++ part later."""
     from ray._private import utils
 
-    set_handler, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    set_handler = utils.set_sigterm_handler
+    handler = signal.getsignal(signal.SIGTERM)
     utils.set_sigterm_handler = lambda handler: None
     try:
         yield
@@ -418,8 +479,12 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 def _connection_error_text(address: str | None, why: str) -> str:
     if not address:
-        return f"Ray did not start on this machine: {why} Its logs are in /tmp/ray/session_latest/logs"
-    return f"the Ray cluster at {address} (`cluster.address`, or RAY_ADDRESS) cannot be reached: {why}"
+        return (
+            f"Ray did not start on this machine: {why} Its logs are in /tmp/ray/session_latest/logs"
+        )
+    return (
+        f"the Ray cluster at {address} (`cluster.address`, or RAY_ADDRESS) cannot be reached: {why}"
+    )
 
 
 def _ray_handle(actor: ActorRef) -> Any:

@@ -29,7 +29,8 @@ KEY_CHARS = 40
 
 
 class TransportError(RuntimeError):
-    """A failure because of which sending or binding cannot continue; the message says what to change."""
+    """A failure because of which sending or binding cannot continue; the message
+    says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +80,40 @@ def decode_key(key: bytes) -> bytes:
 def resolve_learner_keys(
     settings: TransportConfig, files: Files = SYSTEM_FILES
 ) -> tuple[ServerKeys, ClientKeys | None]:
-    """Return the learner's keys, and those that it hands to generators: None if generators have their own from
-    `transport.keys`.
+    """Return the learner's keys, and those that it hands to generators: None if generators have
+    their own from `transport.keys`.
 
     Raises `TransportError` that names the file.
     """
-    return (load_server_keys(Path(settings.keys), files), None) if settings.keys else generate_keys()
+    return (
+        (load_server_keys(Path(settings.keys), files), None) if settings.keys else generate_keys()
+    )
 
 
 def resolve_generator_keys(
     settings: TransportConfig, from_learner: ClientKeys | None, files: Files = SYSTEM_FILES
 ) -> ClientKeys:
-    """Return the keys of `transport.keys`, if that is set, else those that the learner handed over (`from_learner`).
-    Raises `TransportError`."""
+    """Return the keys of `transport.keys`, if that is set, else those that the learner handed over
+    (`from_learner`). Raises `TransportError`."""
     if settings.keys:
         return load_client_keys(Path(settings.keys), files=files)
     if from_learner is None:
-        raise TransportError("the learner has keys of `transport.keys`, and this generator does not: set it on both")
+        raise TransportError(
+            "the learner has keys of `transport.keys`, and this generator does not: set it on both"
+        )
     return from_learner
 
 
 def create_key_files(
-    directory: Path, names: tuple[str, ...] = (LEARNER_KEY_NAME, GENERATOR_KEY_NAME), files: Files = SYSTEM_FILES
+    directory: Path,
+    names: tuple[str, ...] = (LEARNER_KEY_NAME, GENERATOR_KEY_NAME),
+    files: Files = SYSTEM_FILES,
 ) -> list[Path]:
-    """Create the directory (0700) and the keys in it that do not exist yet. Returns the files that were created.
+    """Create the directory (0700) and the keys in it that do not exist yet. Returns the files
+    that were created.
 
-    Never replaces a key: that would lock out everyone who has the old one. Raises `ValueError` for a name with other
-    characters than letters, digits, - and _, before anything is created.
+    Never replaces a key: that would lock out everyone who has the old one. Raises `ValueError` for
+    a name with other characters than letters, digits, - and _, before anything is created.
     """
     for name in names:
         if not name.replace("-", "").replace("_", "").isalnum():
@@ -115,14 +123,18 @@ def create_key_files(
             files.create_directory(path, 0o700 if path == directory else 0o777)
     made = []
     for name in names:
-        secret_path, public_path = directory / f"{name}.secret", directory / f"{name}.public"
+        secret_path = directory / f"{name}.secret"
+        public_path = directory / f"{name}.public"
         if files.stat(secret_path) is None:
             _, secret = zmq.curve_keypair()
             _write_key_file(files, secret_path, secret, 0o600)
             made.append(secret_path)
         if files.stat(public_path) is None:
             _write_key_file(
-                files, public_path, zmq.curve_public(_read_key_file(files, secret_path, secret=True)), 0o644
+                files,
+                public_path,
+                zmq.curve_public(_read_key_file(files, secret_path, secret=True)),
+                0o644,
             )
             made.append(public_path)
     return made
@@ -136,10 +148,14 @@ def load_server_keys(directory: Path, files: Files = SYSTEM_FILES) -> ServerKeys
         for name in files.list_names(directory)
         if name.endswith(".public") and name != f"{LEARNER_KEY_NAME}.public"
     ]
-    return ServerKeys(secret, frozenset(z85.decode(_read_key_file(files, directory / name)) for name in names))
+    return ServerKeys(
+        secret, frozenset(z85.decode(_read_key_file(files, directory / name)) for name in names)
+    )
 
 
-def load_client_keys(directory: Path, name: str = GENERATOR_KEY_NAME, files: Files = SYSTEM_FILES) -> ClientKeys:
+def load_client_keys(
+    directory: Path, name: str = GENERATOR_KEY_NAME, files: Files = SYSTEM_FILES
+) -> ClientKeys:
     """Return a generator's keys from a directory. Raises `TransportError` that names the file."""
     secret = _read_key_file(files, directory / f"{name}.secret", secret=True)
     return ClientKeys(secret, _read_key_file(files, directory / f"{LEARNER_KEY_NAME}.public"))
@@ -160,7 +176,8 @@ def _read_key_file(files: Files, path: Path, *, secret: bool = False) -> bytes:
             key = file.read(0, KEY_CHARS + 2).strip()
     except OSError as error:
         raise TransportError(
-            f"cannot read the key {path}: {error.strerror}; `r3async keys {path.parent}` makes it (transport.keys)"
+            f"cannot read the key {path}: {error.strerror}; `r3async keys {path.parent}` makes it "
+            "(transport.keys)"
         ) from error
     try:
         if len(z85.decode(key)) != 32:

@@ -42,7 +42,8 @@ class SystemFile:
         blocks = []
         while left > 0 and (block := os.pread(self._descriptor, left, start)):
             blocks.append(block)
-            start, left = start + len(block), left - len(block)
+            start = start + len(block)
+            left = left - len(block)
         return b"".join(blocks)
 
     def map_bytes(self, start: int = 0, length: int | None = None) -> memoryview:
@@ -51,7 +52,9 @@ class SystemFile:
         if length <= 0:
             return memoryview(b"")
         first = start - start % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._descriptor, start + length - first, access=mmap.ACCESS_READ, offset=first)
+        mapped = mmap.mmap(
+            self._descriptor, start + length - first, access=mmap.ACCESS_READ, offset=first
+        )
         return memoryview(mapped)[start - first :]
 
     def append(self, buffers: Sequence[Buffer]) -> int:
@@ -89,7 +92,8 @@ class SystemFile:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -103,7 +107,9 @@ class SystemFile:
 class SystemFiles:
     """The file systems of this host, as `world.Files`."""
 
-    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> SystemFile:
+    def open(
+        self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644
+    ) -> SystemFile:
         if not (create or exclusive):
             return SystemFile(open_for_reading(path))
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -114,7 +120,12 @@ class SystemFiles:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return FileStat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode))
+        return FileStat(
+            found.st_size,
+            found.st_mtime_ns,
+            stat.S_ISDIR(found.st_mode),
+            stat.S_IMODE(found.st_mode),
+        )
 
     def list_names(self, directory: Path) -> list[str]:
         try:
@@ -126,8 +137,8 @@ class SystemFiles:
         os.mkdir(directory, mode)
 
     def make_private_directory(self, directory: Path) -> None:
-        # In a place like /dev/shm anyone may have created a folder, or a link, with the name that we use, and the owner of a
-        # folder can replace our files in it.
+        # In a place like /dev/shm anyone may have created a folder, or a link, with the name that
+        # we use, and the owner of a folder can replace our files in it.
         try:
             os.mkdir(directory, 0o700)
         except FileExistsError:
@@ -171,10 +182,11 @@ class SystemFiles:
 
 
 def open_for_reading(path: Path) -> int:
-    """Open a regular file and return its descriptor. Raises `OSError`, at once, for a directory, a pipe or a device,
-    whose readers would wait or fail later."""
+    """Open a regular file and return its descriptor. Raises `OSError`, at once, for a directory, a
+    pipe or a device, whose readers would wait or fail later."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):
@@ -187,22 +199,24 @@ SYSTEM_FILES = SystemFiles()
 
 
 def write_at(path: Path, start: int, buffers: Iterable[Buffer]) -> None:
-    """Write the buffers one after the other into an existing file that is long enough, from `start` on. Several
-    processes may do so at once, each in its own region; none of them maps what it writes. Raises `OSError`."""
+    """Write the buffers one after the other into an existing file that is long enough, from `start`
+    on. Several processes may do so at once, each in its own region; none of them maps what it
+    writes. Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for piece in buffers:
             rest = memoryview(piece).cast("B")
             while rest:
                 written = os.pwrite(descriptor, rest, start)
-                rest, start = rest[written:], start + written
+                rest = rest[written:]
+                start = start + written
     finally:
         os.close(descriptor)
 
 
 def _remove_path(path: Path, remove_directory: Callable[[Path], object]) -> None:
-    """Remove a file, or a directory with `remove_directory`. A link to a directory counts as a file. Does nothing if
-    the path does not exist."""
+    """Remove a file, or a directory with `remove_directory`. A link to a directory counts as a
+    file. Does nothing if the path does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if os.path.isdir(path) and not os.path.islink(path):
             remove_directory(path)

@@ -15,13 +15,15 @@ RETRY_SECONDS = 1.0
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Return whether the disk, or the operating system, refused something that may succeed later: no space, no
-    descriptor, a failing device. A missing answer (`TimeoutError`) and a broken connection do not count."""
+    """Return whether the disk, or the operating system, refused something that may succeed later:
+    no space, no descriptor, a failing device. A missing answer (`TimeoutError`) and a broken
+    connection do not count."""
     return isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
 
 
 class DiskRetrier:
-    """A retrier of work that the disk refuses. Use one for each disk and kind of work, on one event loop.
+    """A retrier of work that the disk refuses. Use one for each disk and kind of work,
+    on one event loop.
 
     Args:
         world: The world whose clock is used.
@@ -42,15 +44,20 @@ class DiskRetrier:
         retry_seconds: float = RETRY_SECONDS,
         **facts: object,
     ):
-        self._clock, self._report_event, self._retry_seconds = world.clock.monotonic, report_event, retry_seconds
-        self._stalled_event, self._resumed_event, self._facts = stalled_event, resumed_event, facts
+        self._clock = world.clock.monotonic
+        self._report_event = report_event
+        self._retry_seconds = retry_seconds
+        self._stalled_event = stalled_event
+        self._resumed_event = resumed_event
+        self._facts = facts
         self._waiting_since: tuple[float, str] | None = None
         self.waited_seconds = 0.0
         """Total seconds that work has waited."""
 
     @property
     def current_wait(self) -> dict[str, Any] | None:
-        """The reason why work waits (`why`), and for how many `seconds`; None while no work waits."""
+        """The reason why work waits (`why`), and for how many `seconds`; None
+        while no work waits."""
         if self._waiting_since is None:
             return None
         since, error = self._waiting_since
@@ -59,9 +66,10 @@ class DiskRetrier:
     async def run_with_retries(
         self, hint: str, work: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return what `work` returns, once the disk does it. Raises any other error of `work`. `hint` tells a person
-        what to do."""
-        began, failed = self._clock(), False
+        """Return what `work` returns, once the disk does it. Raises any other error of `work`.
+        `hint` tells a person what to do."""
+        began = self._clock()
+        failed = False
         try:
             while True:
                 try:
@@ -71,8 +79,11 @@ class DiskRetrier:
                     if not is_disk_error(error):
                         raise
                     if not failed:
-                        self._report_event(self._stalled_event, error=str(error), hint=hint, **self._facts)
-                    failed, self._waiting_since = True, (began, str(error))
+                        self._report_event(
+                            self._stalled_event, error=str(error), hint=hint, **self._facts
+                        )
+                    failed = True
+                    self._waiting_since = (began, str(error))
                     await asyncio.sleep(self._retry_seconds)
         finally:
             self._waiting_since = None

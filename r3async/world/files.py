@@ -15,8 +15,8 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_directory(directory: Path, mode: int = 0o777, *, files: Files = SYSTEM_FILES) -> None:
-    """Create `directory` and its missing parents; each new name is on the disk when this returns. An existing
-    directory is kept.
+    """Create `directory` and its missing parents; each new name is on the disk when this returns.
+    An existing directory is kept.
 
     Raises `OSError`, and `FileExistsError` if something else has the name.
     """
@@ -36,11 +36,11 @@ def make_directory(directory: Path, mode: int = 0o777, *, files: Files = SYSTEM_
 
 
 def fsync_with_parents(directory: Path, *, files: Files = SYSTEM_FILES) -> None:
-    """Sync the names in `directory`, its own name, and those of all directories above it to the disk, as far as this
-    user may.
+    """Sync the names in `directory`, its own name, and those of all directories above it to the
+    disk, as far as this user may.
 
-    This is for a directory that existed already: the process that created it may have been killed before it was
-    synced. Raises `OSError`.
+    This is for a directory that existed already: the process that created it may have been killed
+    before it was synced. Raises `OSError`.
     """
     for path in (directory, *directory.parents):
         with contextlib.suppress(PermissionError):
@@ -58,19 +58,26 @@ def read_file(path: Path, *, files: Files = SYSTEM_FILES) -> bytes:
         return file.read()
 
 
-def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = SYSTEM_FILES) -> None:
-    """Replace `path` through a temporary file that is renamed to it: afterwards it is whole and on the disk, or as
-    it was. Raises `OSError`."""
+def replace_file(
+    path: Path, data: Buffer, mode: int = 0o644, *, files: Files = SYSTEM_FILES
+) -> None:
+    """Replace `path` through a temporary file that is renamed to it: afterwards it is whole and on
+    the disk, or as it was. Raises `OSError`."""
     write_atomically(path, [data], mode, fsync=True, files=files)
     files.fsync_directory(path.parent)
 
 
 def write_atomically(
-    path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, fsync: bool, files: Files = SYSTEM_FILES
+    path: Path,
+    parts: Iterable[Buffer],
+    mode: int = 0o644,
+    *,
+    fsync: bool,
+    files: Files = SYSTEM_FILES,
 ) -> None:
-    """Write the parts, one after the other, to a temporary file that is renamed to `path`: afterwards it is whole,
-    or as it was. With `fsync` its content, though not its name, is on the disk. Raises `OSError`, and what `parts`
-    raises."""
+    """Write the parts, one after the other, to a temporary file that is renamed to `path`:
+    afterwards it is whole, or as it was. With `fsync` its content, though not its name, is on the
+    disk. Raises `OSError`, and what `parts` raises."""
     scratch, file = _open_scratch_file(path, mode, files)
     try:
         with file:
@@ -86,8 +93,8 @@ def write_atomically(
 
 
 def replace_directory(new: Path, directory: Path, *, files: Files = SYSTEM_FILES) -> None:
-    """Rename `new`, which is complete, to `directory`. What has that name is first moved aside, as a rename cannot
-    replace a directory, and then removed. Raises `OSError`."""
+    """Rename `new`, which is complete, to `directory`. What has that name is first moved aside, as
+    a rename cannot replace a directory, and then removed. Raises `OSError`."""
     old = directory.with_name(f".{directory.name}.old")
     files.remove_tree(old)
     if files.stat(directory) is not None:
@@ -98,8 +105,8 @@ def replace_directory(new: Path, directory: Path, *, files: Files = SYSTEM_FILES
 
 
 def _open_scratch_file(path: Path, mode: int, files: Files) -> tuple[Path, File]:
-    """Open a new file beside `path`. A file that another process is writing, or left when it was killed, is not
-    touched."""
+    """Open a new file beside `path`. A file that another process is writing, or left when it was
+    killed, is not touched."""
     number = 0
     while True:
         scratch = path.with_name(f".{path.name}.{number}")

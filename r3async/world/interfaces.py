@@ -18,11 +18,16 @@ def list_interfaces() -> dict[str, list[str]]:
 
 
 def interface_address(interface: str) -> str:
-    """Return the first address of an interface. Raises `ConnectionError` with the existing interfaces."""
+    """Return the first address of an interface. Raises `ConnectionError` with the
+    existing interfaces."""
     here = list_interfaces()
-    if not (addresses := here.get(interface)):
+    addresses = here.get(interface)
+    if not addresses:
         names = ", ".join(name for name, has in here.items() if has)
-        raise ConnectionError(f"{socket.gethostname()} has no network interface {interface!r} with an address: {names}")
+        raise ConnectionError(
+            f"{socket.gethostname()} has no network interface {interface!r} with an "
+            f"address: {names}"
+        )
     return addresses[0]
 
 
@@ -32,7 +37,7 @@ def find_interface(address: str) -> str:
 
 
 def use_interface(name: str) -> None:
-    """Make collectives (NCCL, gloo) that this process begins from now on use the interface `name`. A variable that
-    is set already takes precedence."""
+    """Make collectives (NCCL, gloo) that this process begins from now on use the interface `name`.
+    A variable that is set already takes precedence."""
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)

@@ -1,8 +1,9 @@
-"""The keeper of a program: a process between us and the program that ends everything which the program started, in
-whatever session, group or environment, and also when we are killed.
+"""The keeper of a program: a process between us and the program that ends everything which the
+program started, in whatever session, group or environment, and also when we are killed.
 
-It runs as a separate program (`python -I -S keeper.py SETTINGS COMMAND…`), so it imports only the standard library.
-Descendants whose parent has ended become its children, as it is a subreaper (Linux).
+It runs as a separate program (`python -I -S keeper.py SETTINGS COMMAND…`), so it imports only
+the standard library. Descendants whose parent has ended become its children, as it is a
+subreaper (Linux).
 """
 
 from __future__ import annotations
@@ -18,27 +19,34 @@ import time
 from pathlib import Path
 
 STOP_SIGNALS = frozenset([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-"""Signals that request the end of a run. Service managers send them to every process of a command."""
+"""Signals that request the end of a run. Service managers send them to every
+process of a command."""
 KILL_SECONDS = 10.0
 """Seconds within which killed processes have ended."""
 NO_PROGRAM_EXIT_CODE = 127
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-"""Options of prctl(2): the signal that is sent when the parent ends, and becoming the parent of orphaned descendants."""
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+"""Options of prctl(2): the signal that is sent when the parent ends, and becoming the parent of
+orphaned descendants."""
 _POLL_SECONDS = 0.01
 _OWNER_CHECK_SECONDS = 1.0
-"""Seconds between two checks that the owner lives: a process that it forked may hold the lifeline open."""
+"""Seconds between two checks that the owner lives: a process that it forked may hold
+the lifeline open."""
 
 
 def main() -> None:
-    """Run a program until its owner closes the lifeline or ends, and then end all that is left of it.
+    """Run a program until its owner closes the lifeline or ends, and then end all
+    that is left of it.
 
-    Settings: `lifeline`, a descriptor that is read; `report`, a descriptor to which the program's process id and its
-    exit code are written, a line each; `passed`, descriptors for the program alone; and `grace`, seconds between
-    SIGTERM and SIGKILL. All processes of the program
-    have ended when `report` is closed.
+    Settings: `lifeline`, a descriptor that is read; `report`, a descriptor to which the program's
+    process id and its exit code are written, a line each; `passed`, descriptors for the program
+    alone; and `grace`, seconds between SIGTERM and SIGKILL. All processes of the program have ended
+    when `report` is closed.
     """
     settings = json.loads(sys.argv[1])
-    owner, lifeline, report = os.getppid(), settings["lifeline"], settings["report"]
+    owner = os.getppid()
+    lifeline = settings["lifeline"]
+    report = settings["report"]
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
     for descriptor in (lifeline, report):
@@ -50,7 +58,8 @@ def main() -> None:
     program = os.fork()
     if program == 0:
         _become_program(sys.argv[2:])
-    for descriptor in settings["passed"]:  # or their other ends would not notice the end of the program
+    # Or their other ends would not notice the end of the program.
+    for descriptor in settings["passed"]:
         os.close(descriptor)
     os.write(report, b"%d\n" % program)
     poll = select.poll()
@@ -83,7 +92,8 @@ def _become_program(words: list[str]) -> None:
 
 
 def _reap_children(program: int, report: int) -> bool:
-    """Reap the children that have ended, and report the program's exit code. Returns False if no child is left."""
+    """Reap the children that have ended, and report the program's exit code. Returns False if
+    no child is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -109,8 +119,8 @@ def _end_children(program: int, report: int, grace: float) -> None:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Return the ids of the processes that process `pid` started, and that these started; parents come first. Those
-    whose parent has ended are not among them. Linux only."""
+    """Return the ids of the processes that process `pid` started, and that these started; parents
+    come first. Those whose parent has ended are not among them. Linux only."""
     found = [pid]
     for each in found:
         with contextlib.suppress(OSError):  # it has ended

@@ -20,10 +20,11 @@ from r3async.world import keeper
 
 
 class KeptProgram:
-    """A running program that is ended with everything that it started, in whatever session, group or environment
-    (`keeper.py`): by `end`, and when this process ends, even by SIGKILL.
+    """A running program that is ended with everything that it started, in whatever session, group
+    or environment (`keeper.py`): by `end`, and when this process ends, even by SIGKILL.
 
-    Signals that are blocked in this process are not blocked in the program, whose standard input is empty.
+    Signals that are blocked in this process are not blocked in the program, whose
+    standard input is empty.
 
     Args:
         words: Program and arguments. If it cannot be run, its exit code is 127.
@@ -32,11 +33,20 @@ class KeptProgram:
         options: Further arguments of `subprocess.Popen`.
     """
 
-    def __init__(self, words: Sequence[str], *, grace: float = 0.0, pass_fds: Sequence[int] = (), **options: Any):
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        grace: float = 0.0,
+        pass_fds: Sequence[int] = (),
+        **options: Any,
+    ):
         lifeline, self._lifeline = os.pipe()
         self._report, report = os.pipe()
         os.set_blocking(self._report, False)
-        settings = json.dumps({"lifeline": lifeline, "report": report, "passed": list(pass_fds), "grace": grace})
+        settings = json.dumps(
+            {"lifeline": lifeline, "report": report, "passed": list(pass_fds), "grace": grace}
+        )
         self._grace = grace
         self._said = b""
         try:
@@ -61,15 +71,16 @@ class KeptProgram:
         return self._keeper.pid
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Return the program's exit code, negative for the signal that ended it; None if it has not ended within
-        `timeout` seconds. What it started may still run."""
+        """Return the program's exit code, negative for the signal that ended it; None if it has not
+        ended within `timeout` seconds. What it started may still run."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self._parse_exit_code()) is None and self._read_report(deadline):
             pass
         return code
 
     async def wait_async(self) -> int | None:
-        """Return the program's exit code as `wait` does. None if the keeper was killed, and the program with it."""
+        """Return the program's exit code as `wait` does. None if the keeper was killed, and the
+        program with it."""
         while (code := self._parse_exit_code()) is None and await self._read_report_async():
             pass
         return code
@@ -97,7 +108,8 @@ class KeptProgram:
 
     def _close_lifeline(self) -> bool:
         """Ask the keeper to end everything. Returns False if it was asked before."""
-        lifeline, self._lifeline = self._lifeline, -1
+        lifeline = self._lifeline
+        self._lifeline = -1
         if lifeline >= 0:
             os.close(lifeline)
         return lifeline >= 0
@@ -111,12 +123,15 @@ class KeptProgram:
         return int(code[0]) if code else None
 
     def _read_report(self, deadline: float | None = None) -> bool:
-        """Read what the keeper reports next. Returns False if it has ended, or reports nothing before `deadline`."""
+        """Read what the keeper reports next. Returns False if it has ended, or reports nothing
+        before `deadline`."""
         if self._report < 0:
             return False
         poll = select.poll()
         poll.register(self._report, select.POLLIN)
-        if not poll.poll(None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())):
+        if not poll.poll(
+            None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
+        ):
             return False
         return self._read_available_report()
 
@@ -126,7 +141,8 @@ class KeptProgram:
             return False
         loop = asyncio.get_running_loop()
         ready = asyncio.Event()
-        # A descriptor has one reader in an event loop: calls that overlap would remove each other's.
+        # A descriptor has one reader in an event loop: calls that overlap would
+        # remove each other's.
         descriptor = os.dup(self._report)
         loop.add_reader(descriptor, ready.set)
         try:
@@ -148,7 +164,8 @@ class KeptProgram:
 
 
 def list_process_trees(pids: Sequence[int]) -> list[psutil.Process]:
-    """Return these processes and all that they started, in whatever session, except that whose parent has ended."""
+    """Return these processes and all that they started, in whatever session, except that whose
+    parent has ended."""
     found = dict[psutil.Process, None]()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -166,7 +183,8 @@ def kill_processes(processes: Sequence[psutil.Process]) -> None:
 
 
 def exit_with_owner(owner_pid: int) -> None:
-    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, for whatever reason.
+    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, for
+    whatever reason.
 
     An owner that is killed cannot clean up, and nothing else would ever end this process.
     """

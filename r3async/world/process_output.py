@@ -14,8 +14,8 @@ import sys
 
 
 class _LogFile(io.RawIOBase):
-    """A raw stream to a descriptor. Data that the disk does not take are dropped, and the log states how much once
-    it takes more."""
+    """A raw stream to a descriptor. Data that the disk does not take are dropped, and the log
+    states how much once it takes more."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -36,7 +36,8 @@ class _LogFile(io.RawIOBase):
             if self._dropped_bytes:
                 os.write(
                     self._descriptor,
-                    b"\n[%d bytes of this log were not written: no free bytes]\n" % self._dropped_bytes,
+                    b"\n[%d bytes of this log were not written: no free bytes]\n"
+                    % self._dropped_bytes,
                 )
                 self._dropped_bytes = 0
             return os.write(self._descriptor, view)
@@ -46,16 +47,19 @@ class _LogFile(io.RawIOBase):
 
 
 def ignore_command_output_errors() -> None:
-    """Ignore output errors as `ignore_output_errors` does, for a command whose output and errors are files, or a
-    terminal that may be closed. Other streams, and those that tests capture, stay unchanged."""
+    """Ignore output errors as `ignore_output_errors` does, for a command whose output and
+    errors are files, or a terminal that may be closed. Other streams, and those that tests
+    capture, stay unchanged."""
     mine = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
-    if mine and all(os.isatty(number) or stat.S_ISREG(os.fstat(number).st_mode) for number in (1, 2)):
+    if mine and all(
+        os.isatty(number) or stat.S_ISREG(os.fstat(number).st_mode) for number in (1, 2)
+    ):
         ignore_output_errors()
 
 
 def ignore_output_errors() -> None:
-    """Make writes of Python code to `sys.stdout` or `sys.stderr` raise nothing from now on; descriptors stay as they
-    are."""
+    """Make writes of Python code to `sys.stdout` or `sys.stderr` raise nothing from now on;
+    descriptors stay as they are."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
             io.BufferedWriter(_LogFile(descriptor)),
@@ -71,7 +75,9 @@ def ignore_output_errors() -> None:
 _CONTROL_CODES = [
     *range(
         0x20
-    ),  # C0: among them escape, which begins what a terminal obeys, and carriage return, which overwrites a line
+        # C0: among them escape, which begins what a terminal obeys, and carriage return, which
+        # overwrites a line.
+    ),
     *range(0x7F, 0xA0),  # delete, and C1: CSI is one of them
     0x61C,
     0x200E,
@@ -83,7 +89,9 @@ _CONTROL_CODES = [
 ]
 _ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROL_CODES}
 _ESCAPES |= {
-    code: "".join(f"\\u{half:04x}" for half in (0xD800 | (code - 0x10000) >> 10, 0xDC00 | (code & 0x3FF)))
+    code: "".join(
+        f"\\u{half:04x}" for half in (0xD800 | (code - 0x10000) >> 10, 0xDC00 | (code & 0x3FF))
+    )
     for code in range(0xE0000, 0xE0080)  # tags: invisible
 }
 _LINE_ESCAPES = {code: text for code, text in _ESCAPES.items() if code not in (0x09, 0x0A)}
@@ -91,15 +99,16 @@ _COLOR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def escape_control_characters(text: str, *, keep_newlines: bool = True) -> str:
-    """Return `text` with every character that a terminal would obey, or that hides or reverses what is written, as
-    `\\uXXXX`.
+    """Return `text` with every character that a terminal would obey, or that hides or reverses what
+    is written, as `\\uXXXX`.
 
-    Newline and tab stay, unless `keep_newlines` is false. The result is unchanged if it is escaped again, and JSON
-    stays the same JSON.
+    Newline and tab stay, unless `keep_newlines` is false. The result is unchanged if it is escaped
+    again, and JSON stays the same JSON.
     """
     return text.translate(_LINE_ESCAPES if keep_newlines else _ESCAPES)
 
 
 def clean_log_output(text: str) -> str:
-    """Return a program's output with control characters escaped, colours removed, and Windows line ends replaced."""
+    """Return a program's output with control characters escaped, colours removed, and Windows
+    line ends replaced."""
     return escape_control_characters(_COLOR_CODES.sub("", text).replace("\r\n", "\n"))

@@ -28,12 +28,13 @@ from r3async.world.process_output import ignore_output_errors
 T = TypeVar("T")
 
 HOST_NAME_VARIABLE = "R3ASYNC_HOST"
-"""Environment variable with this host's name, for hosts whose names are equal. Processes of one name share memory
-and files."""
+"""Environment variable with this host's name, for hosts whose names are equal. Processes of one
+name share memory and files."""
 
 GRPC_KEEPALIVE_VARIABLE = "RAY_grpc_keepalive_timeout_ms"
 GRPC_KEEPALIVE_SECONDS = 120
-"""Seconds for which a cut line breaks no connection of our actors' processes. Ray's nodes have a separate setting."""
+"""Seconds for which a cut line breaks no connection of our actors' processes. Ray's nodes have a
+separate setting."""
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 
@@ -42,20 +43,23 @@ LAG_INTERVAL_SECONDS = 0.05
 
 
 def hash_seed_variables() -> dict[str, str]:
-    """Return the environment variable that gives sets of strings one order in all processes of a run; a value that the
-    user has set stays. Tasks that are drawn from a set would otherwise differ from process to process."""
+    """Return the environment variable that gives sets of strings one order in all processes of a
+    run; a value that the user has set stays. Tasks that are drawn from a set would otherwise differ
+    from process to process."""
     return {HASH_SEED_VARIABLE: os.environ.get(HASH_SEED_VARIABLE) or "0"}
 
 
 def actor_environment(threads: int) -> dict[str, str]:
     """Return the environment variables of an actor that computes with `threads` threads.
 
-    Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines. Its
-    servers drop a connection whose line is cut for 20 s, and the other end is not notified: it waits for its answer,
-    for minutes.
+    Ray starts its workers at nice 15: any other work on the host would starve the learner and the
+    engines. Its servers drop a connection whose line is cut for 20 s, and the other end is not
+    notified: it waits for its answer, for minutes.
     """
     return {
-        GRPC_KEEPALIVE_VARIABLE: os.environ.get(GRPC_KEEPALIVE_VARIABLE, str(1000 * GRPC_KEEPALIVE_SECONDS)),
+        GRPC_KEEPALIVE_VARIABLE: os.environ.get(
+            GRPC_KEEPALIVE_VARIABLE, str(1000 * GRPC_KEEPALIVE_SECONDS)
+        ),
         "OMP_NUM_THREADS": str(max(1, threads)),
         "RAY_worker_niceness": "0",
         USER_PATH_VARIABLE: os.environ.get(USER_PATH_VARIABLE, os.getcwd()),
@@ -65,8 +69,9 @@ def actor_environment(threads: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def pause_garbage_collector() -> Iterator[None]:
-    """Pause the garbage collector while torch, vLLM or a model is loaded. Loading creates a million objects that
-    stay, and the collector would walk them again and again, for a tenth to a fifth of the time."""
+    """Pause the garbage collector while torch, vLLM or a model is loaded. Loading creates a
+    million objects that stay, and the collector would walk them again and again, for a tenth to a
+    fifth of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -78,8 +83,9 @@ def pause_garbage_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hide_main_module() -> Iterator[None]:
-    """Hide the main module from processes that are spawned inside, so that they do not import the running program:
-    without `if __name__ == "__main__":` in it, it would run again in each of them."""
+    """Hide the main module from processes that are spawned inside, so that they do not
+    import the running program: without `if __name__ == "__main__":` in it, it would run
+    again in each of them."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -94,9 +100,10 @@ def _shared_loop() -> tuple[asyncio.Runner, threading.Lock]:
 
 
 def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
-    """Run `call` as `asyncio.run` does, but on one event loop of this process for every call: for calls into the
-    user's code. What a user's module keeps between calls, such as an HTTP client, belongs to the loop on which it
-    was first used. If another thread is running that loop, `call` gets a new one."""
+    """Run `call` as `asyncio.run` does, but on one event loop of this process for every call:
+    for calls into the user's code. What a user's module keeps between calls, such as an HTTP
+    client, belongs to the loop on which it was first used. If another thread is running that
+    loop, `call` gets a new one."""
     runner, lock = _shared_loop()
     if not lock.acquire(blocking=False):
         return asyncio.run(call)
@@ -107,15 +114,15 @@ def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
 
 
 def run_on_own_loop(call: Coroutine[Any, Any, T]) -> T:
-    """Run `call` to its end on an event loop in a thread of its own: for a short check in a plain function, which may
-    have been called on a running loop."""
+    """Run `call` to its end on an event loop in a thread of its own: for a short check in a plain
+    function, which may have been called on a running loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, call).result()
 
 
 def add_user_module_path() -> None:
-    """Let `module:name` of a configuration name a module in the directory where the run was started. Our modules
-    come first."""
+    """Let `module:name` of a configuration name a module in the directory where the run was
+    started. Our modules come first."""
     path = os.environ.get(USER_PATH_VARIABLE, os.getcwd())
     if path not in sys.path:
         sys.path.append(path)
@@ -138,7 +145,8 @@ class SystemProcesses:
     def redirect_output(self, log_path: Path) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        with contextlib.suppress(OSError):  # without free bytes for a new file, output stays where it went
+        # Without free bytes for a new file, output stays where it went.
+        with contextlib.suppress(OSError):
             descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -160,7 +168,9 @@ class SystemProcesses:
             while True:
                 due = time.monotonic() + LAG_INTERVAL_SECONDS
                 await asyncio.sleep(LAG_INTERVAL_SECONDS)
-                lag, before, computed = time.monotonic() - due, computed, time.thread_time()
+                lag = time.monotonic() - due
+                before = computed
+                computed = time.thread_time()
                 on_lag(lag, min(lag, computed - before))
 
         end_account = stages.start_accounting()
@@ -199,12 +209,14 @@ class SystemProcesses:
 
 
 def _find_worker(pid: int) -> psutil.Process | None:
-    """Return the process with this id if it calls itself a worker of Ray and belongs to this user, as process ids
-    are reused; else None."""
+    """Return the process with this id if it calls itself a worker of Ray and belongs to this user,
+    as process ids are reused; else None."""
     try:
         process = psutil.Process(pid)
         command = process.cmdline()
-        ours = process.uids().real == os.getuid() and bool(command) and command[0].startswith("ray::")
+        ours = (
+            process.uids().real == os.getuid() and bool(command) and command[0].startswith("ray::")
+        )
     except psutil.Error:
         return None
     return process if ours else None

@@ -19,8 +19,8 @@ EXIT_FLUSH_SECONDS = 1.0
 
 
 class RealWorld:
-    """The `World` of a process of the real system. There is one for each process; sent to another process, it
-    becomes that process's world."""
+    """The `World` of a process of the real system. There is one for each process; sent to another
+    process, it becomes that process's world."""
 
     clock = time
     """The module `time` satisfies `Clock`."""

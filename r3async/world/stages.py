@@ -1,15 +1,17 @@
 """Accounting of a process's time: the wall time and processor time of its threads, by named stage.
 
-An event loop's time is booked while one of its tasks makes a step: to the stage in which the task was created, or to
-the one that `with stage("encode"):` names inside it, even across an `await`. The time between two steps is the
-loop's own (`loop`: selector, timers, callbacks) or unused (`idle`). For a thread of `world.Threads`, calls are
-booked to its lane, or in a shared thread to the stage of the caller. Everything else that the process computes
-(threads of Ray, ZeroMQ and torch) is `runtime`. So the stages' processor times add up to the process's, and the wall
-times of a loop to the time that has passed.
+An event loop's time is booked while one of its tasks makes a step: to the stage in which the task
+was created, or to the one that `with stage("encode"):` names inside it, even across an `await`. The
+time between two steps is the loop's own (`loop`: selector, timers, callbacks) or unused (`idle`).
+For a thread of `world.Threads`, calls are booked to its lane, or in a shared thread to the stage of
+the caller. Everything else that the process computes (threads of Ray, ZeroMQ and torch) is
+`runtime`. So the stages' processor times add up to the process's, and the wall times of a loop to
+the time that has passed.
 
-A step costs a look at the clock before and after it. The processor-time clock is 30 times as slow, and is read when
-`CPU_READ_SECONDS` have passed since the last reading; in between, processor time follows wall time. Nothing is
-measured on a thread that is not accounted for: there, `stage` does nothing.
+A step costs a look at the clock before and after it. The processor-time clock is 30 times as
+slow, and is read when `CPU_READ_SECONDS` have passed since the last reading; in between,
+processor time follows wall time. Nothing is measured on a thread that is not accounted for:
+there, `stage` does nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from typing import Any, TypeVar
 R = TypeVar("R")
 
 CPU_READ_SECONDS = 0.004
-LOOP_STAGE, IDLE_STAGE, CALLS_STAGE, RUNTIME_STAGE = "loop", "idle", "calls", "runtime"
-"""Reserved names of stages. `calls`: tasks that were created outside of any stage, such as those for calls of other
-actors."""
+LOOP_STAGE = "loop"
+IDLE_STAGE = "idle"
+CALLS_STAGE = "calls"
+RUNTIME_STAGE = "runtime"
+"""Reserved names of stages. `calls`: tasks that were created outside of any stage, such as those
+for calls of other actors."""
 SHARED_THREADS_STAGE = "threads"
 """Stage of a shared thread for calls that come from no stage."""
 
@@ -52,20 +57,26 @@ class StageMeter:
 
     def start(self, stage: str) -> None:
         """Measure from now on, beginning in `stage`."""
-        self.current_stage, self.is_running = stage, True
+        self.current_stage = stage
+        self.is_running = True
         self._switched_at = self._cpu_read_at = time.perf_counter()
         self.cpu_clock_at_read = time.thread_time()
 
     def stop(self) -> None:
         """Stop measuring the thread."""
         self.bring_up_to_date()
-        self.current_stage, self.is_running = self.base_stage, False
+        self.current_stage = self.base_stage
+        self.is_running = False
 
     def switch_stage(self, stage: str) -> str:
         """Book the time from now on to `stage`, and return the stage until now."""
-        now, before = time.perf_counter(), self.current_stage
-        self._uncharged_wall[before] = self._uncharged_wall.get(before, 0.0) + now - self._switched_at
-        self._switched_at, self.current_stage = now, stage
+        now = time.perf_counter()
+        before = self.current_stage
+        self._uncharged_wall[before] = (
+            self._uncharged_wall.get(before, 0.0) + now - self._switched_at
+        )
+        self._switched_at = now
+        self.current_stage = stage
         if now - self._cpu_read_at > CPU_READ_SECONDS:
             self._read_cpu_clock(now)
         return before
@@ -76,10 +87,13 @@ class StageMeter:
         self._read_cpu_clock(self._switched_at)
 
     def _read_cpu_clock(self, now: float) -> None:
-        """Read the processor-time clock. Stages get as much of it as they took of wall time, or their share of it if
-        other threads had the core meanwhile; the base stage gets the rest."""
-        cpu, base = time.thread_time(), self.base_stage
-        spent, self.cpu_clock_at_read, self._cpu_read_at = cpu - self.cpu_clock_at_read, cpu, now
+        """Read the processor-time clock. Stages get as much of it as they took of wall time, or
+        their share of it if other threads had the core meanwhile; the base stage gets the rest."""
+        cpu = time.thread_time()
+        base = self.base_stage
+        spent = cpu - self.cpu_clock_at_read
+        self.cpu_clock_at_read = cpu
+        self._cpu_read_at = now
         busy = sum(seconds for name, seconds in self._uncharged_wall.items() if name != base)
         share = min(1.0, spent / busy) if busy > 0 else 0.0
         for name, seconds in self._uncharged_wall.items():
@@ -114,16 +128,19 @@ class stage:
             self._meter.switch_stage(self._outer_stage)
 
 
-# -- event loops -------------------------------------------------------------------------------------------------------
+# -- event loops -----------------------------------------------------------------------------------
 
 
 class _MeteredCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps are booked to the stage in which it was suspended; at first to `stage`."""
+    """A coroutine whose steps are booked to the stage in which it was suspended; at
+    first to `stage`."""
 
     __slots__ = ("__weakref__", "_coroutine", "_meter", "_stage")
 
     def __init__(self, meter: StageMeter, stage: str, coroutine: Coroutine[Any, Any, Any]):
-        self._meter, self._stage, self._coroutine = meter, stage, coroutine
+        self._meter = meter
+        self._stage = stage
+        self._coroutine = coroutine
 
     def __next__(self) -> Any:  # a task's step
         meter = self._meter
@@ -156,15 +173,20 @@ class _MeteredCoroutine(Coroutine[Any, Any, Any]):
     def __iter__(self) -> Any:
         return self
 
-    def __getattr__(self, name: str) -> Any:  # where it is suspended (`cr_frame`, `cr_await`), and its name
+    # Where it is suspended (`cr_frame`, `cr_await`), and its name.
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._coroutine, name)
 
 
 def in_stage(name: str, coroutine: Coroutine[Any, Any, R]) -> Coroutine[Any, Any, R]:
-    """Return `coroutine` with its steps booked to the stage `name`. On a thread that is not accounted for, it is
-    returned unchanged."""
+    """Return `coroutine` with its steps booked to the stage `name`. On a thread that is not
+    accounted for, it is returned unchanged."""
     meter = getattr(_thread_local, "meter", None)
-    return coroutine if meter is None or not meter.is_running else _MeteredCoroutine(meter, name, coroutine)
+    return (
+        coroutine
+        if meter is None or not meter.is_running
+        else _MeteredCoroutine(meter, name, coroutine)
+    )
 
 
 def create_stage_task(name: str, coroutine: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
@@ -173,11 +195,11 @@ def create_stage_task(name: str, coroutine: Coroutine[Any, Any, R]) -> asyncio.T
 
 
 def start_accounting() -> Callable[[], None]:
-    """Account for this thread's time from now on, which is the time of the running event loop. Calling the returned
-    function ends it.
+    """Account for this thread's time from now on, which is the time of the running event loop.
+    Calling the returned function ends it.
 
-    Tasks that exist already are the loop's own, except for what they `await in_stage(...)`. Does nothing where
-    accounting is running already.
+    Tasks that exist already are the loop's own, except for what they `await in_stage(...)`. Does
+    nothing where accounting is running already.
     """
     loop = asyncio.get_running_loop()
     meter = getattr(_thread_local, "meter", None)
@@ -191,7 +213,9 @@ def start_accounting() -> Callable[[], None]:
     def accounted(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         if not isinstance(coroutine, _MeteredCoroutine):
             coroutine = _MeteredCoroutine(
-                own, CALLS_STAGE if own.current_stage == LOOP_STAGE else own.current_stage, coroutine
+                own,
+                CALLS_STAGE if own.current_stage == LOOP_STAGE else own.current_stage,
+                coroutine,
             )
         return asyncio.Task(coroutine, loop=loop, **options)
 
@@ -208,21 +232,28 @@ def start_accounting() -> Callable[[], None]:
     return end
 
 
-# -- other threads -----------------------------------------------------------------------------------------------------
+# -- other threads ---------------------------------------------------------------------------------
 
 
 class MeteredExecutor(ThreadPoolExecutor):
-    """An executor whose calls belong to its lane, or without a lane to the stage in which they are submitted."""
+    """An executor whose calls belong to its lane, or without a lane to the stage in which
+    they are submitted."""
 
     def __init__(self, worker_name: str = ""):
-        super().__init__(1 if worker_name else None, thread_name_prefix=worker_name or SHARED_THREADS_STAGE)
+        super().__init__(
+            1 if worker_name else None, thread_name_prefix=worker_name or SHARED_THREADS_STAGE
+        )
         self._worker_name = worker_name
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         name = self._worker_name
         if not name:
             giver = getattr(_thread_local, "meter", None)
-            name = SHARED_THREADS_STAGE if giver is None or giver.current_stage == LOOP_STAGE else giver.current_stage
+            name = (
+                SHARED_THREADS_STAGE
+                if giver is None or giver.current_stage == LOOP_STAGE
+                else giver.current_stage
+            )
         return super().submit(_run_metered, name, function, *args, **kwargs)
 
 
@@ -241,13 +272,14 @@ def _run_metered(name: str, function: Callable[..., R], *args: Any, **kwargs: An
         meter.stop()
 
 
-# -- totals ------------------------------------------------------------------------------------------------------------
+# -- totals ----------------------------------------------------------------------------------------
 
 
 def cpu_seconds_by_stage() -> dict[str, float]:
-    """Return the processor time of this process so far, in seconds by stage; the values add up to its total. Its
-    loop's thread calls this."""
-    own, totals = getattr(_thread_local, "meter", None), dict[str, float]()
+    """Return the processor time of this process so far, in seconds by stage; the values add up to
+    its total. Its loop's thread calls this."""
+    own = getattr(_thread_local, "meter", None)
+    totals = dict[str, float]()
     if own is not None and own.is_running:
         own.bring_up_to_date()
     for meter in list(_meters):
@@ -262,12 +294,16 @@ def cpu_seconds_by_stage() -> dict[str, float]:
 
 
 def wall_seconds_by_stage() -> dict[str, float]:
-    """Return the wall time of this event loop since `start_accounting`, in seconds by stage; the values add up to
-    the time that has passed. Its thread calls this."""
+    """Return the wall time of this event loop since `start_accounting`, in seconds by stage; the
+    values add up to the time that has passed. Its thread calls this."""
     meter = getattr(_thread_local, "meter", None)
     if meter is None:
         return {}
     if meter.is_running:
         meter.bring_up_to_date()
     own = meter.cpu_seconds.get(LOOP_STAGE, 0.0)
-    return {**meter.wall_seconds, LOOP_STAGE: own, IDLE_STAGE: max(0.0, meter.wall_seconds.get(LOOP_STAGE, 0.0) - own)}
+    return {
+        **meter.wall_seconds,
+        LOOP_STAGE: own,
+        IDLE_STAGE: max(0.0, meter.wall_seconds.get(LOOP_STAGE, 0.0) - own),
+    }

@@ -1,4 +1,5 @@
-"""Run `r3async diagnose` for a run that a failed weight probe ended, once its processes have ended."""
+"""Run `r3async diagnose` for a run that a failed weight probe ended, once its
+processes have ended."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ DIAGNOSIS_FILE = "diagnosis.txt"
 """File for the diagnosis, in the directory of the weights."""
 
 
-def diagnose_failed_run(run: Path, print_line: Callable[[str], object], show_phase: Callable[[str], object]) -> None:
-    """Print where engine and learner diverge with the weights of the failed probe, and save the text beside them.
+def diagnose_failed_run(
+    run: Path, print_line: Callable[[str], object], show_phase: Callable[[str], object]
+) -> None:
+    """Print where engine and learner diverge with the weights of the failed probe, and save the
+    text beside them.
 
     Does nothing if no version was kept. The diagnosis runs in a separate process for at most
-    `DIAGNOSE_TIMEOUT_SECONDS`; a model above `MAX_WEIGHT_BYTES` is left to the user. Does not raise, because the run
-    has already failed for another reason.
+    `DIAGNOSE_TIMEOUT_SECONDS`; a model above `MAX_WEIGHT_BYTES` is left to the user. Does not
+    raise, because the run has already failed for another reason.
     """
     kept = run / FAILED_MODEL_DIRECTORY
     if not (kept / "config.json").is_file():
@@ -34,13 +38,17 @@ def diagnose_failed_run(run: Path, print_line: Callable[[str], object], show_pha
     show_phase("diagnosing the version that the probe failed with")
     command = [sys.executable, "-m", "r3async", "diagnose", str(run)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DIAGNOSE_TIMEOUT_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DIAGNOSE_TIMEOUT_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         print_line(f"the version that the probe failed with was not diagnosed ({error}): {by_hand}")
         return
     if done.returncode not in (0, 1) or not done.stdout:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        print_line(f"the version that the probe failed with was not diagnosed ({reason}): {by_hand}")
+        print_line(
+            f"the version that the probe failed with was not diagnosed ({reason}): {by_hand}"
+        )
         return
     for line in done.stdout.rstrip().splitlines():
         print_line(line)
@@ -50,5 +58,6 @@ def diagnose_failed_run(run: Path, print_line: Callable[[str], object], show_pha
         print_line(f"it was not written to {kept / DIAGNOSIS_FILE}: {error.strerror}")
     if not done.returncode:
         print_line(
-            "so a fresh engine and learner agree: what differed was in the memory of the run's processes, or passes"
+            "so a fresh engine and learner agree: what differed was in the memory of the run's "
+            "processes, or passes"
         )

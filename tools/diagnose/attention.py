@@ -39,24 +39,32 @@ def try_rope_base(case: DivergentStage) -> Experiments:
     early, late = (float(part.mean()) for part in case.token_errors[1:].chunk(2))
     yield (
         lambda trial: change(trial, best),
-        f"rope_theta is {best:.4g}, and {theirs:.4g} in config.json; the difference is {early:.2g} in the first half of the "
-        f"positions, {late:.2g} in the second, {float(case.token_errors[0]):.2g} at position 0",
+        f"rope_theta is {best:.4g}, and {theirs:.4g} in config.json; the difference is {early:.2g} "
+        f"in the first half of the positions, {late:.2g} in the second, "
+        f"{float(case.token_errors[0]):.2g} at position 0",
     )
 
 
 def try_rope_scale(case: DivergentStage) -> Experiments:
     for factor in (0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0):
         yield (
-            bind_value(lambda trial, by: _change_rotary(trial, lambda frequencies: frequencies / by), factor),
+            bind_value(
+                lambda trial, by: _change_rotary(trial, lambda frequencies: frequencies / by),
+                factor,
+            ),
             f"positions turn 1/{factor:g} as far as config.json says",
         )
-    yield lambda trial: _change_rotary(trial, torch.zeros_like), "positions do not turn queries and keys at all"
+    yield (
+        lambda trial: _change_rotary(trial, torch.zeros_like),
+        "positions do not turn queries and keys at all",
+    )
 
 
 def try_rope_pairs(case: DivergentStage) -> Experiments:
     """Try the other pairing of rotated values.
 
-    Other pairs are equivalent to other rows of the projections: products of queries and keys do not change.
+    Other pairs are equivalent to other rows of the projections: products of queries and
+    keys do not change.
     """
 
     def order(size: int, back: bool) -> Tensor:
@@ -74,9 +82,14 @@ def try_rope_pairs(case: DivergentStage) -> Experiments:
                     tensor.data = by_head[:, rows].flatten(0, 1)
                 norm = getattr(attention, f"{name}_norm", None)
                 if norm is not None:
-                    norm.weight.data = norm.weight.data.unflatten(0, (-1, len(rows)))[:, rows].flatten()
+                    norm.weight.data = norm.weight.data.unflatten(0, (-1, len(rows)))[
+                        :, rows
+                    ].flatten()
 
-        yield change, "values that turn together are neighbours in one, and half a head apart in the other"
+        yield (
+            change,
+            "values that turn together are neighbours in one, and half a head apart in the other",
+        )
 
 
 def try_query_norm(case: DivergentStage) -> Experiments:
@@ -88,7 +101,10 @@ def try_query_norm(case: DivergentStage) -> Experiments:
             norm.variance_epsilon = eps
 
     best = find_minimum(case, change, [10.0**i for i in range(-12, 2)])
-    yield lambda trial: change(trial, best), f"epsilon of the norms of queries and keys is {best:.3g}"
+    yield (
+        lambda trial: change(trial, best),
+        f"epsilon of the norms of queries and keys is {best:.3g}",
+    )
 
     def none(trial: StageTrial) -> None:
         trial.module.q_norm = trial.module.k_norm = nn.Identity()
@@ -114,7 +130,9 @@ def try_window(case: DivergentStage) -> Experiments:
     first = int((case.token_errors > case.tolerance).nonzero()[0])
     for window in {first, first + 1, *(2**i for i in range(1, 16) if 2**i < tokens)} - {0}:
         yield (
-            bind_value(lambda trial, w: setattr(trial, "mask", make_causal_mask(tokens, w)), window),
+            bind_value(
+                lambda trial, w: setattr(trial, "mask", make_causal_mask(tokens, w)), window
+            ),
             f"a token sees the last {window} alone; the first {first} tokens agree",
         )
     yield (
@@ -129,7 +147,10 @@ def try_window(case: DivergentStage) -> Experiments:
 
 def try_head_order(case: DivergentStage) -> Experiments:
     c = case.reference.config
-    heads, groups = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    heads, groups = (
+        c.num_attention_heads,
+        getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+    )
     if groups == heads or groups == 1:
         return
 
@@ -143,7 +164,9 @@ def try_head_order(case: DivergentStage) -> Experiments:
             if rows is order:
                 for tensor in attention.q_proj.parameters():
                     tensor.data = tensor.data.unflatten(0, (heads, size))[rows].flatten(0, 1)
-                attention.o_proj.weight.data = out.unflatten(1, (heads, size))[:, rows].flatten(1, 2)
+                attention.o_proj.weight.data = out.unflatten(1, (heads, size))[:, rows].flatten(
+                    1, 2
+                )
 
     yield change, "heads of queries use the keys and values of other groups"
 
@@ -180,7 +203,10 @@ def try_quantized_cache(case: DivergentStage) -> Experiments:
             dtype: torch.dtype = dtype,
             **_: Any,
         ) -> tuple[Tensor, None]:
-            key, value = (kept(t, dtype).repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+            key, value = (
+                kept(t, dtype).repeat_interleave(query.shape[1] // t.shape[1], 1)
+                for t in (key, value)
+            )
             shares = (query @ key.transpose(2, 3) * scaling + mask).softmax(-1)
             return (shares @ value).transpose(1, 2).contiguous(), None
 
@@ -189,7 +215,10 @@ def try_quantized_cache(case: DivergentStage) -> Experiments:
         def change(trial: StageTrial, name: str = name) -> None:
             trial.module.config._attn_implementation = name
 
-        yield change, f"keys and values are {how} to {str(dtype).removeprefix('torch.')} when they are kept"
+        yield (
+            change,
+            f"keys and values are {how} to {str(dtype).removeprefix('torch.')} when they are kept",
+        )
 
 
 def _round_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,7 +226,8 @@ def _round_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _truncate_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round towards zero to an 8-bit dtype: take the bit pattern one below where rounding went away from zero."""
+    """Round towards zero to an 8-bit dtype: take the bit pattern one below where rounding
+    went away from zero."""
     nearest = tensor.to(dtype)
     away = nearest.to(tensor.dtype).abs() > tensor.abs()
     return (nearest.view(torch.uint8) - away.to(torch.uint8)).view(dtype).to(tensor.dtype)

@@ -1,6 +1,7 @@
 """The table of causes of a divergent stage.
 
-Each cause is an experiment that changes the stage of the files, and either explains what a witness gave or not.
+Each cause is an experiment that changes the stage of the files, and either explains what a
+witness gave or not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ CAUSES = (
     Cause("norm epsilon", NORM_STAGES, simple.try_norm_epsilon, FIX_CONFIG),
     Cause("form of the norm", NORM_STAGES, simple.try_norm_form, FIX_CONFIG),
     Cause("weight of the norm", NORM_STAGES, simple.try_other_norm, FIX_MAPPING),
-    Cause("layer order", (*NORM_STAGES[:2], "attention", "router", "mlp"), simple.try_other_layer, FIX_MAPPING),
+    Cause(
+        "layer order",
+        (*NORM_STAGES[:2], "attention", "router", "mlp"),
+        simple.try_other_layer,
+        FIX_MAPPING,
+    ),
     Cause("rope base", ("attention",), attention.try_rope_base, FIX_CONFIG),
     Cause("rope scaling", ("attention",), attention.try_rope_scale, FIX_CONFIG),
     Cause("rope pairs", ("attention",), attention.try_rope_pairs, FIX_CONFIG),
@@ -37,9 +43,17 @@ CAUSES = (
         "quantised cache",
         ("attention",),
         attention.try_quantized_cache,
-        'remove generator.engine_args.kv_cache_dtype, or accept the difference: "auto" keeps keys and values as computed',
+        (
+            'remove generator.engine_args.kv_cache_dtype, or accept the difference: "auto" keeps '
+            "keys and values as computed"
+        ),
     ),
-    Cause("order of tokens", ("embedding",), simple.try_embedding_shift, "token ids are shifted between the two"),
+    Cause(
+        "order of tokens",
+        ("embedding",),
+        simple.try_embedding_shift,
+        "token ids are shifted between the two",
+    ),
     Cause("scale of the embedding", ("embedding",), simple.try_embedding_scale, FIX_CONFIG),
     Cause(
         "temperature",
@@ -47,7 +61,9 @@ CAUSES = (
         simple.try_temperature,
         "scores are asked for at another temperature than they are compared at",
     ),
-    Cause("tied output matrix", ("head",), simple.try_tied_head, "compare tie_word_embeddings of both"),
+    Cause(
+        "tied output matrix", ("head",), simple.try_tied_head, "compare tie_word_embeddings of both"
+    ),
     Cause("order of tokens", ("head",), simple.try_head_shift, "log-probs are read one token off"),
     *mixture.MIXTURE_CAUSES,
     Cause(
@@ -63,7 +79,8 @@ CAUSES = (
 
 @torch.no_grad()
 def explain_case(case: DivergentStage) -> list[Explanation]:
-    """Return the explanations of a case, the best first; of equal ones, the first in the table comes first."""
+    """Return the explanations of a case, the best first; of equal ones, the first in the
+    table comes first."""
     if case.stage == "choice":
         return explain_choice(case) or list(_explain_unknown(case))
     found = [(1, each) for each in _explain_stale(case)]
@@ -102,16 +119,26 @@ _STAGE_PATTERNS = (
 def locate_tensor(tensor: str) -> tuple[int, str]:
     """Return the layer and stage of a checkpoint tensor; the layer is -1 outside the layers."""
     layer = re.search(r"layers\.(\d+)\.", tensor)
-    stage = next((stage for pattern, stage in _STAGE_PATTERNS if re.search(pattern, tensor)), "weights")
+    stage = next(
+        (stage for pattern, stage in _STAGE_PATTERNS if re.search(pattern, tensor)), "weights"
+    )
     return (int(layer[1]) if layer else -1), stage
 
 
 def _explain_stale(case: DivergentStage) -> Iterator[Explanation]:
-    names = [name for name in case.outputs.stale_tensors if locate_tensor(name) == (case.layer, case.stage)]
+    names = [
+        name
+        for name in case.outputs.stale_tensors
+        if locate_tensor(name) == (case.layer, case.stage)
+    ]
     if case.stage == "head" and case.reference.is_tied:
-        names += [name for name in case.outputs.stale_tensors if locate_tensor(name)[1] == "embedding"]
+        names += [
+            name for name in case.outputs.stale_tensors if locate_tensor(name)[1] == "embedding"
+        ]
     if names:
-        evidence = f"of {', '.join(names[:3])} the {case.outputs.name} does not hold what it was given"
+        evidence = (
+            f"of {', '.join(names[:3])} the {case.outputs.name} does not hold what it was given"
+        )
         yield Explanation("stale tensor", evidence, FIX_STALE, 0.0)
 
 
@@ -121,16 +148,23 @@ def _explain_unknown(case: DivergentStage) -> Iterator[Explanation]:
     first = int(bad.nonzero()[0])
     evidence = f"{int(bad.sum())} of {len(bad)} tokens differ, the first at {first}"
     if case.stage == "mlp" and case.expert_ids is not None and (blamed := _find_bad_experts(case)):
-        experts = f"expert{'s' * (len(blamed) > 1)} {', '.join(map(str, blamed[:8]))}"
-        yield Explanation("other weights", f"{evidence}; those of {experts}, and no others", FIX_STALE, 1.0)
+        experts = f"expert{'s' if len(blamed) > 1 else ''} {', '.join(map(str, blamed[:8]))}"
+        yield Explanation(
+            "other weights", f"{evidence}; those of {experts}, and no others", FIX_STALE, 1.0
+        )
     else:
         yield Explanation("other weights or another kernel", evidence, FIX_STALE, 1.0)
 
 
 def _find_bad_experts(case: DivergentStage) -> list[int]:
-    """Return the experts all of whose tokens differ, if their tokens are all that differ; else an empty list."""
+    """Return the experts all of whose tokens differ, if their tokens are all that differ;
+    else an empty list."""
     assert case.expert_ids is not None
     bad = case.token_errors > case.tolerance
-    blamed = [e for e in case.expert_ids.unique().tolist() if bool(bad[(case.expert_ids == e).any(1)].all())]
+    blamed = [
+        e
+        for e in case.expert_ids.unique().tolist()
+        if bool(bad[(case.expert_ids == e).any(1)].all())
+    ]
     covered = torch.isin(case.expert_ids, torch.tensor(blamed)).any(1)
     return blamed if blamed and bool((covered == bad).all()) else []

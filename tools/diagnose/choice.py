@@ -19,7 +19,12 @@ MAX_UNEXPLAINED_SHARE = 0.2
 
 def explain_choice(case: DivergentStage) -> list[Explanation]:
     """Return the explanations of the chosen experts, the best first."""
-    tries = (_try_first_experts(case), *_try_scores(case), *_try_other_layers(case), _try_permutation(case))
+    tries = (
+        _try_first_experts(case),
+        *_try_scores(case),
+        *_try_other_layers(case),
+        _try_permutation(case),
+    )
     found = [each for each in tries if each is not None and each.left <= MAX_UNEXPLAINED_SHARE]
     return sorted(found, key=lambda each: each.left)
 
@@ -32,7 +37,12 @@ def compute_mismatch_share(ids: Tensor, others: Tensor) -> float:
 
 
 def _try_first_experts(case: DivergentStage) -> Explanation | None:
-    if compute_mismatch_share(case.output, torch.arange(case.output.shape[1]).expand_as(case.output)) == 0:
+    if (
+        compute_mismatch_share(
+            case.output, torch.arange(case.output.shape[1]).expand_as(case.output)
+        )
+        == 0
+    ):
         evidence = f"every token has the experts 0 to {case.output.shape[1] - 1}"
         return Explanation("routes not recorded", evidence, LOST_ROUTES_FIX, 0.0)
     return None
@@ -57,11 +67,17 @@ def _try_scores(case: DivergentStage) -> Iterator[Explanation]:
         without = compute_mismatch_share(case.output, logits.topk(top_k, dim=1).indices)
         evidence = "experts are chosen without the bias of each, e_score_correction_bias"
         yield Explanation(
-            "choice bias", evidence, "the bias did not arrive: it is a buffer, and float32 in any model", without
+            "choice bias",
+            evidence,
+            "the bias did not arrive: it is a buffer, and float32 in any model",
+            without,
         )
     worst = compute_mismatch_share(case.output, (-scores).topk(top_k, dim=1).indices)
     yield Explanation(
-        "order of scores", "the experts with the lowest scores are chosen", "check the sign of the scores", worst
+        "order of scores",
+        "the experts with the lowest scores are chosen",
+        "check the sign of the scores",
+        worst,
     )
 
 
@@ -81,11 +97,14 @@ def _try_other_layers(case: DivergentStage) -> Iterator[Explanation]:
 
 
 def _try_permutation(case: DivergentStage) -> Explanation | None:
-    """Test whether each expert stands for another one: the one that most often appears in its place."""
+    """Test whether each expert stands for another one: the one that most often
+    appears in its place."""
     if case.output.shape != case.expected.shape:
         return None
     experts = int(max(case.output.max(), case.expected.max())) + 1
-    should, did = (torch.zeros(len(ids), experts).scatter_(1, ids, 1.0) for ids in (case.expected, case.output))
+    should, did = (
+        torch.zeros(len(ids), experts).scatter_(1, ids, 1.0) for ids in (case.expected, case.output)
+    )
     together = (should.T @ did) / should.sum(0).clamp(min=1)[:, None]
     instead = torch.where(should.sum(0) > 0, together.argmax(1), torch.arange(experts))
     moved = [(e, int(to)) for e, to in enumerate(instead) if e != to]

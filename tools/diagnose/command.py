@@ -39,7 +39,8 @@ class DiagnosisTarget(NamedTuple):
 
     Attributes:
         model: The directory whose weights are compared.
-        start_model: The model that the run's engines started with, which also provides their tokenizer.
+        start_model: The model that the run's engines started with, which also provides
+            their tokenizer.
         run: The run's directory, if the target is a run.
     """
 
@@ -50,12 +51,17 @@ class DiagnosisTarget(NamedTuple):
 
 
 def find_diagnosis_target(
-    name: str, preset: str | None, overrides: Overrides, scratch: Path, print_line: PrintLine, root: Path
+    name: str,
+    preset: str | None,
+    overrides: Overrides,
+    scratch: Path,
+    print_line: PrintLine,
+    root: Path,
 ) -> DiagnosisTarget:
     """Find a model directory, or the model of a run.
 
-    The model of a run is the version that a failed probe kept, if that ended the run; otherwise its newest model:
-    the one saved at its end, its newest checkpoint, or its start model.
+    The model of a run is the version that a failed probe kept, if that ended the run; otherwise its
+    newest model: the one saved at its end, its newest checkpoint, or its start model.
 
     Raises `ConfigError` or `CheckpointError`.
     """
@@ -63,8 +69,12 @@ def find_diagnosis_target(
 
     directory = Path(name)
     if (directory / "config.json").is_file():
-        config = apply_overrides(load_config(preset, command=None) if preset else Config(), overrides)
-        return DiagnosisTarget(directory.absolute(), directory.absolute(), _limit_tokens(config, directory))
+        config = apply_overrides(
+            load_config(preset, command=None) if preset else Config(), overrides
+        )
+        return DiagnosisTarget(
+            directory.absolute(), directory.absolute(), _limit_tokens(config, directory)
+        )
     try:
         run = find_run(name, root)
     except InspectError as error:
@@ -74,8 +84,11 @@ def find_diagnosis_target(
     base = apply_overrides(load_config(preset or str(run / "config.toml"), command=None), overrides)
     start = Path(base.model.path) if base.model.path else run / "init"
     if not (start / "config.json").is_file():
-        raise ConfigError(f"the start model of {run} is not in {start}: name a model directory instead")
-    kept, model = run / FAILED_MODEL_DIRECTORY, run / "model"
+        raise ConfigError(
+            f"the start model of {run} is not in {start}: name a model directory instead"
+        )
+    kept = run / FAILED_MODEL_DIRECTORY
+    model = run / "model"
     if (kept / "config.json").is_file():
         print_line(f"the version that the probe failed with, from {kept}")
         model = kept
@@ -89,7 +102,10 @@ def _export_newest(run: Path, scratch: Path, print_line: PrintLine) -> Path | No
 
     from ..export import export_model
 
-    if not any((run / "checkpoints").glob("step-*")) and not CheckpointDirectory(run / "checkpoints").list_steps():
+    if (
+        not any((run / "checkpoints").glob("step-*"))
+        and not CheckpointDirectory(run / "checkpoints").list_steps()
+    ):
         return None
     opened = export_model(run, scratch / "model")
     print_line(f"the weights after step {opened.state.steps}, from {opened.path}")
@@ -98,16 +114,24 @@ def _export_newest(run: Path, scratch: Path, print_line: PrintLine) -> Path | No
 
 def _limit_tokens(config: Config, model: Path) -> Config:
     """Limit the episode's tokens to the number of positions of the model."""
-    positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
+    positions = decode_python_json((model / "config.json").read_bytes()).get(
+        "max_position_embeddings"
+    )
     longest = min(config.episode.max_total_tokens, positions or config.episode.max_total_tokens)
     if longest == config.episode.max_total_tokens:
         return config
-    shorter = {"max_total_tokens": longest, "max_prompt_tokens": min(config.episode.max_prompt_tokens, longest // 2)}
-    return msgspec.structs.replace(config, episode=msgspec.structs.replace(config.episode, **shorter))
+    shorter = {
+        "max_total_tokens": longest,
+        "max_prompt_tokens": min(config.episode.max_prompt_tokens, longest // 2),
+    }
+    return msgspec.structs.replace(
+        config, episode=msgspec.structs.replace(config.episode, **shorter)
+    )
 
 
 def make_prompt(model: Path, config: Config, vocabulary: int) -> np.ndarray:
-    """Return the probe's text in the model's tokens, int32 `[T]`; random ids for a model without a tokenizer."""
+    """Return the probe's text in the model's tokens, int32 `[T]`; random ids for a model
+    without a tokenizer."""
     longest = max(2, min(PROMPT_TOKENS, config.episode.max_total_tokens // 2))
     try:
         from transformers import AutoTokenizer
@@ -134,7 +158,9 @@ async def _run_engine(
         await engine.stop()
 
 
-def run_diagnosis(target: DiagnosisTarget, scratch: Path, print_line: PrintLine = lambda line: None) -> Diagnosis:
+def run_diagnosis(
+    target: DiagnosisTarget, scratch: Path, print_line: PrintLine = lambda line: None
+) -> Diagnosis:
     """Load engine and learner, feed them the same tokens, and compare every stage with the files.
 
     Args:
@@ -142,7 +168,8 @@ def run_diagnosis(target: DiagnosisTarget, scratch: Path, print_line: PrintLine 
 
     Raises `ConfigError`, `LearnerError`, `EngineError` or `WeightError`.
     """
-    began, config = time.monotonic(), to_single_rank(target.config)
+    began = time.monotonic()
+    config = to_single_rank(target.config)
     before = [
         *check_tokens(target.start_model, target.model),
         *(check_masks(target.run, target.start_model) if target.run else ()),
@@ -155,7 +182,9 @@ def run_diagnosis(target: DiagnosisTarget, scratch: Path, print_line: PrintLine 
         stale = find_changed_tensors(tensors, target.model, config.learner.dtype)
         print_line("starting vLLM")
         prompt = make_prompt(target.start_model, config, learner.vocab_size)
-        side = asyncio.run(_run_engine(config, target.start_model, tensors, prompt, scratch, print_line))
+        side = asyncio.run(
+            _run_engine(config, target.start_model, tensors, prompt, scratch, print_line)
+        )
         print_line("what the learner computes")
         mine = observe_learner(learner, side.tokens, stale, config)
     finally:

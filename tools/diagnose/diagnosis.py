@@ -15,8 +15,8 @@ from .reference import ReferenceModel
 class Diagnosis(msgspec.Struct, frozen=True):
     """The result of a diagnosis.
 
-    The differences are those of the log-probs of engine and learner, in nats, over `tokens` tokens, each with its
-    own routing.
+    The differences are those of the log-probs of engine and learner, in nats, over `tokens` tokens,
+    each with its own routing.
 
     Attributes:
         partings: Divergences in the order of computation, the engine's first.
@@ -39,26 +39,43 @@ class Diagnosis(msgspec.Struct, frozen=True):
 def examine_outputs(reference: ReferenceModel, outputs: StageOutputs) -> list[Divergence]:
     """Find where a witness diverges from the files."""
     stages = merge_cases(list(find_divergent_stages(reference, outputs)), explain_case)
-    found = [*check_dtype(outputs), *stages, *check_weights(outputs, stages), *check_routes(reference, outputs)]
+    found = [
+        *check_dtype(outputs),
+        *stages,
+        *check_weights(outputs, stages),
+        *check_routes(reference, outputs),
+    ]
     return found + list(check_sampling(reference, outputs))
 
 
 def compare_sides(
-    reference: ReferenceModel, engine: StageOutputs, learner: StageOutputs, input_divergences: Sequence[Divergence] = ()
+    reference: ReferenceModel,
+    engine: StageOutputs,
+    learner: StageOutputs,
+    input_divergences: Sequence[Divergence] = (),
 ) -> list[Divergence]:
     """Find where engine and learner diverge from the files.
 
     Args:
         input_divergences: Divergences in their inputs, which come first.
     """
-    return [*input_divergences, *examine_outputs(reference, engine), *examine_outputs(reference, learner)]
+    return [
+        *input_divergences,
+        *examine_outputs(reference, engine),
+        *examine_outputs(reference, learner),
+    ]
 
 
 def describe_diagnosis(done: Diagnosis) -> str:
     """Describe a diagnosis as readable text."""
     difference = f"mean |difference| of {done.tokens} log-probs {done.mean_difference:.3g} nats"
     difference += f", the largest {done.max_difference:.3g}"
-    lines = [f"{done.model}, vLLM and {done.backend}: {difference} ({done.stages} stages, {done.seconds:.1f} s)"]
+    lines = [
+        (
+            f"{done.model}, vLLM and {done.backend}: {difference} ({done.stages} stages, "
+            f"{done.seconds:.1f} s)"
+        )
+    ]
     if done.is_consistent:
         return "\n".join([*lines, "sound: every stage of both is the files', but for rounding"])
     for number, each in enumerate(done.partings):
@@ -75,4 +92,6 @@ def _format_error(divergence: Divergence) -> str:
     units = {"nats": " nats", "of a score": " of a score", "share": " of the tokens"}
     unit = units.get(divergence.unit, "")
     tokens = f"{100 * divergence.tokens:.0f} % of the tokens"
-    return f": off by {divergence.error:.3g}{unit}, {divergence.tolerance:.2g} is rounding; {tokens}"
+    return (
+        f": off by {divergence.error:.3g}{unit}, {divergence.tolerance:.2g} is rounding; {tokens}"
+    )

@@ -1,4 +1,5 @@
-"""Building blocks of experiments: changes to a stage of the files, tried until one reproduces what a witness gave."""
+"""Building blocks of experiments: changes to a stage of the files, tried until one reproduces
+what a witness gave."""
 
 from __future__ import annotations
 
@@ -15,14 +16,18 @@ Experiments = Iterator[tuple[TrialChange, str]]
 """Changes to try, each with the evidence to report if it explains the difference."""
 
 FIX_STALE = (
-    "its weights did not arrive as they were published: restart that engine, see weights.probe_every, and compare the "
-    "names that it loads by"
+    "its weights did not arrive as they were published: restart that engine, see "
+    "weights.probe_every, and compare the names that it loads by"
 )
 FIX_CONFIG = (
-    "the two read another config.json, or another default: compare both, and generator.engine_args.hf_overrides"
+    "the two read another config.json, or another default: compare both, and "
+    "generator.engine_args.hf_overrides"
 )
 FIX_MAPPING = "the names or the order of tensors are mapped wrongly where the checkpoint is loaded"
-FIX_QUANTISED = "train and generate with the same rounding, or remove the quantisation from generator.engine_args"
+FIX_QUANTISED = (
+    "train and generate with the same rounding, or remove the quantisation from "
+    "generator.engine_args"
+)
 
 
 class Cause(NamedTuple):
@@ -30,8 +35,8 @@ class Cause(NamedTuple):
 
     Attributes:
         stages: The stages in which it can occur.
-        make_experiments: Yields the experiments for a case of one of these stages; each costs one stage of one
-            layer.
+        make_experiments: Yields the experiments for a case of one of these stages; each costs one
+            stage of one layer.
         fix: What to do if this is the cause.
     """
 
@@ -40,12 +45,14 @@ class Cause(NamedTuple):
     make_experiments: Callable[[DivergentStage], Experiments]
     fix: str
     is_fitted: bool = False
-    """True if the experiment fits the weights to what was observed: it shows that they differ, but not why."""
+    """True if the experiment fits the weights to what was observed: it shows that they
+    differ, but not why."""
 
 
 def change_weights(trial: StageTrial, change: Callable[[Tensor], Tensor]) -> None:
     """Change every matrix of a stage."""
-    router = getattr(trial.module, "gate", None) if trial.stage == "mlp" else None  # a stage of its own
+    # A stage of its own.
+    router = getattr(trial.module, "gate", None) if trial.stage == "mlp" else None
     others = {id(p) for p in router.parameters()} if isinstance(router, nn.Module) else set()
     for parameter in trial.module.parameters():
         if parameter.ndim > 1 and id(parameter) not in others:
@@ -57,7 +64,9 @@ def bind_value(change: Callable[[StageTrial, Any], object], value: Any) -> Trial
     return lambda trial: change(trial, value)
 
 
-def find_minimum(case: DivergentStage, change: Callable[[StageTrial, float], object], values: Iterable[float]) -> float:
+def find_minimum(
+    case: DivergentStage, change: Callable[[StageTrial, float], object], values: Iterable[float]
+) -> float:
     """Return the positive value that leaves the smallest error.
 
     The search takes the best of `values`, then the range between its neighbours, to six digits.
@@ -69,17 +78,24 @@ def find_minimum(case: DivergentStage, change: Callable[[StageTrial, float], obj
     tried = sorted(values)
     lefts = [left(value) for value in tried]
     best = lefts.index(min(lefts))
-    low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
+    low = tried[max(0, best - 1)]
+    high = tried[min(len(tried) - 1, best + 1)]
     ratio = 0.381966
-    a, b = low * (high / low) ** ratio, low * (high / low) ** (1 - ratio)
-    of_a, of_b = left(a), left(b)
+    a = low * (high / low) ** ratio
+    b = low * (high / low) ** (1 - ratio)
+    of_a = left(a)
+    of_b = left(b)
     for _ in range(28):
         if of_a < of_b:
-            high, b, of_b = b, a, of_a
+            high = b
+            b = a
+            of_b = of_a
             a = low * (high / low) ** ratio
             of_a = left(a)
         else:
-            low, a, of_a = a, b, of_b
+            low = a
+            a = b
+            of_a = of_b
             b = low * (high / low) ** (1 - ratio)
             of_b = left(b)
     return tried[best] if min(lefts) <= min(of_a, of_b) else (a if of_a < of_b else b)

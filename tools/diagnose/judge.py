@@ -1,4 +1,5 @@
-"""Find the stages of a witness that diverge from the files by more than rounding, and their explanations."""
+"""Find the stages of a witness that diverge from the files by more than rounding, and
+their explanations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ROUNDING_FACTOR = 4.0
 Kernels sum in another order.
 """
 MIN_TOLERANCE = 1e-4
-"""Relative difference of a token that float32 explains with a different order of summation; in nats for log-probs."""
+"""Relative difference of a token that float32 explains with a different order of summation; in
+nats for log-probs."""
 MAX_FLIPPED_SHARE = 0.1
 """Share of tokens whose experts may differ below float32, because of near ties."""
 
@@ -98,7 +100,7 @@ class Divergence(msgspec.Struct, frozen=True):
         if not self.layers or self.layers[0] < 0:
             return self.stage
         some = ", ".join(map(str, self.layers[:6])) + (", …" if len(self.layers) > 6 else "")
-        return f"{self.stage} of layer{'s' * (len(self.layers) > 1)} {some}"
+        return f"{self.stage} of layer{'s' if len(self.layers) > 1 else ''} {some}"
 
 
 @dataclass
@@ -130,19 +132,27 @@ class DivergentStage:
 
     def make_trial(self) -> StageTrial:
         trial = _make_trial(
-            self.reference, self.outputs, self.layer, self.stage, self.input, self.expert_ids, self.gates
+            self.reference,
+            self.outputs,
+            self.layer,
+            self.stage,
+            self.input,
+            self.expert_ids,
+            self.gates,
         )
         if self.token_ids is not None:
             trial.token_ids = self.token_ids
         return trial
 
     def compute_remaining_error(self, change: Callable[[StageTrial], object]) -> float:
-        """Return the error that remains after `change`; infinite if the stage cannot be changed this way."""
+        """Return the error that remains after `change`; infinite if the stage cannot be
+        changed this way."""
         trial = self.make_trial()
         try:
             change(trial)
             result = trial.compute_output()
-        except (RuntimeError, AttributeError, LookupError, TypeError, ValueError):  # this model has no such thing
+        except (RuntimeError, AttributeError, LookupError, TypeError, ValueError):
+            # This model has no such thing.
             return float("inf")
         return float(measure_errors(result, self.output, self.stage).max())
 
@@ -150,8 +160,8 @@ class DivergentStage:
 def measure_errors(expected: Tensor, output: Tensor, stage: str) -> Tensor:
     """Return the error of each token, as float32 `[T]`.
 
-    It is relative to the token's expected norm, or to a tenth of the mean norm if that is larger. For log-probs it
-    is the difference in nats. A value that is not finite has an infinite error.
+    It is relative to the token's expected norm, or to a tenth of the mean norm if that is larger.
+    For log-probs it is the difference in nats. A value that is not finite has an infinite error.
     """
     if expected.shape != output.shape:
         return torch.full((len(output),), torch.inf)
@@ -159,7 +169,9 @@ def measure_errors(expected: Tensor, output: Tensor, stage: str) -> Tensor:
         out = (output - expected).abs()
     else:
         lengths = expected.norm(dim=-1)
-        out = (output - expected).norm(dim=-1) / lengths.clamp(min=max(float(lengths.mean()) / 10, 1e-30))
+        out = (output - expected).norm(dim=-1) / lengths.clamp(
+            min=max(float(lengths.mean()) / 10, 1e-30)
+        )
     return torch.where(out.isfinite(), out, torch.inf)
 
 
@@ -182,18 +194,25 @@ def _make_trial(
     return trial
 
 
-def find_divergent_stages(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[DivergentStage]:
+def find_divergent_stages(
+    reference: ReferenceModel, outputs: StageOutputs
+) -> Iterator[DivergentStage]:
     """Yield the divergent stages in the order in which they are computed."""
-    seen, before, case = outputs.tensors, None, None
-    if (case := _compare_stage(reference, outputs, -1, "embedding", outputs.token_ids, "embedding.out")) is not None:
+    seen = outputs.tensors
+    before = None
+    case = None
+    case = _compare_stage(reference, outputs, -1, "embedding", outputs.token_ids, "embedding.out")
+    if case is not None:
         yield case
     stream = seen.get("embedding.out")
     for layer in range(reference.layers):
         gates: Tensor | None = None
         for stage in ("input_norm", "attention", "post_norm", "router", "choice", "mlp"):
             name = f"{layer}.{stage}"
-            if stage.endswith("norm") and (case := _compare_residual(reference, outputs, layer, stage, stream, before)):
-                yield case
+            if stage.endswith("norm"):
+                case = _compare_residual(reference, outputs, layer, stage, stream, before)
+                if case:
+                    yield case
             if stage == "choice":
                 case = _compare_choice(reference, outputs, layer)
             else:
@@ -202,23 +221,30 @@ def find_divergent_stages(reference: ReferenceModel, outputs: StageOutputs) -> I
                 case = (
                     None
                     if inputs is None
-                    else _compare_stage(reference, outputs, layer, stage, inputs, f"{name}.out", given)
+                    else _compare_stage(
+                        reference, outputs, layer, stage, inputs, f"{name}.out", given
+                    )
                 )
             if stage == "router" and case is not None:
-                gates = seen.get(f"{layer}.gates.out")  # effects of its scores are not a further fault
+                # Effects of its scores are not a further fault.
+                gates = seen.get(f"{layer}.gates.out")
             if case is not None:
                 yield case
             if stage.endswith("norm"):
                 stream = seen.get(f"{name}.in")
             elif stage in ("attention", "mlp"):
                 before = seen.get(f"{name}.out")
-    if case := _compare_residual(reference, outputs, -1, "final_norm", stream, before):
+    case = _compare_residual(reference, outputs, -1, "final_norm", stream, before)
+    if case:
         yield case
     if "final_norm.in" in seen:
-        case = _compare_stage(reference, outputs, -1, "final_norm", seen["final_norm.in"], "final_norm.out")
+        case = _compare_stage(
+            reference, outputs, -1, "final_norm", seen["final_norm.in"], "final_norm.out"
+        )
         if case is not None:
             yield case
-        if (case := _compare_stage(reference, outputs, -1, "head", seen["final_norm.out"], "")) is not None:
+        case = _compare_stage(reference, outputs, -1, "head", seen["final_norm.out"], "")
+        if case is not None:
             yield case
 
 
@@ -245,9 +271,21 @@ def _compare_stage(
     expected = result("float32")
     tolerance = MIN_TOLERANCE
     if outputs.dtype != "float32":
-        tolerance += ROUNDING_FACTOR * float(measure_errors(expected, result(outputs.dtype), stage).max())
+        tolerance += ROUNDING_FACTOR * float(
+            measure_errors(expected, result(outputs.dtype), stage).max()
+        )
     case = DivergentStage(
-        reference, outputs, layer, stage, input, y, expected, tolerance, ids, gates, measure_errors(expected, y, stage)
+        reference,
+        outputs,
+        layer,
+        stage,
+        input,
+        y,
+        expected,
+        tolerance,
+        ids,
+        gates,
+        measure_errors(expected, y, stage),
     )
     return case if case.max_error > tolerance else None
 
@@ -260,7 +298,8 @@ def _compare_residual(
     stream: Tensor | None,
     added: Tensor | None,
 ) -> DivergentStage | None:
-    """Check that the input of a norm is the residual stream before it plus the output of the stage before it."""
+    """Check that the input of a norm is the residual stream before it plus the output of the
+    stage before it."""
     name = f"{layer}.{stage}.in" if layer >= 0 else f"{stage}.in"
     y = outputs.tensors.get(name)
     if y is None or stream is None:
@@ -269,13 +308,19 @@ def _compare_residual(
     dtype = getattr(torch, outputs.dtype)
     tolerance = MIN_TOLERANCE + ROUNDING_FACTOR * torch.finfo(dtype).eps * (dtype != torch.float32)
     found = measure_errors(expected, y, "residual")
-    case = DivergentStage(reference, outputs, layer, "residual", stream, y, expected, tolerance, token_errors=found)
+    case = DivergentStage(
+        reference, outputs, layer, "residual", stream, y, expected, tolerance, token_errors=found
+    )
     return case if case.max_error > tolerance else None
 
 
-def _compare_choice(reference: ReferenceModel, outputs: StageOutputs, layer: int) -> DivergentStage | None:
-    """Check that the chosen experts are the best by the scores of the files, except for near ties."""
-    x, ids = outputs.tensors.get(f"{layer}.mlp.in"), outputs.tensors.get(f"{layer}.choice.out")
+def _compare_choice(
+    reference: ReferenceModel, outputs: StageOutputs, layer: int
+) -> DivergentStage | None:
+    """Check that the chosen experts are the best by the scores of the files,
+    except for near ties."""
+    x = outputs.tensors.get(f"{layer}.mlp.in")
+    ids = outputs.tensors.get(f"{layer}.choice.out")
     if x is None or ids is None:
         return None
     scores, best = reference.choose_experts(layer, x, torch.float32)
@@ -293,13 +338,16 @@ def _compare_choice(reference: ReferenceModel, outputs: StageOutputs, layer: int
     flipped = float((missing > tolerance).float().mean())
     if flipped <= (0.0 if exact else MAX_FLIPPED_SHARE):
         return None
-    return DivergentStage(reference, outputs, layer, "choice", x, ids, best, tolerance, ids, token_errors=missing)
+    return DivergentStage(
+        reference, outputs, layer, "choice", x, ids, best, tolerance, ids, token_errors=missing
+    )
 
 
 def merge_cases(
     cases: Sequence[DivergentStage], explain: Callable[[DivergentStage], list[Explanation]]
 ) -> list[Divergence]:
-    """Merge the cases of each stage into one, ordered by the first case of each, which is the one that is explained."""
+    """Merge the cases of each stage into one, ordered by the first case of each, which is the one
+    that is explained."""
     by_stage: dict[str, list[DivergentStage]] = {}
     for case in cases:
         by_stage.setdefault(case.stage, []).append(case)
@@ -307,7 +355,9 @@ def merge_cases(
         Divergence(
             witness=first.outputs.name,
             stage=stage,
-            layers=[c.layer for c in some] if stage not in MODEL_STAGES and first.layer >= 0 else [-1],
+            layers=[c.layer for c in some]
+            if stage not in MODEL_STAGES and first.layer >= 0
+            else [-1],
             error=first.max_error,
             tolerance=first.tolerance,
             tokens=float((first.token_errors > first.tolerance).float().mean()),

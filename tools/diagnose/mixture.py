@@ -26,18 +26,27 @@ def _try_gate_form(case: DivergentStage) -> Experiments:
     def normal(gates: Tensor) -> Tensor:
         return gates / gates.sum(-1, keepdim=True)
 
-    yield lambda t: _set_gates(t, lambda g: normal(g)), "gates of the chosen experts add up to 1, and not in the files"
+    yield (
+        lambda t: _set_gates(t, lambda g: normal(g)),
+        "gates of the chosen experts add up to 1, and not in the files",
+    )
     yield (
         lambda t: _set_gates(t, lambda g: probabilities),
         "gates of the chosen experts do not add up to 1, as they do in the files",
     )
-    yield lambda t: _set_gates(t, lambda g: probabilities * scaling), "gates are scaled, and not normalised"
+    yield (
+        lambda t: _set_gates(t, lambda g: probabilities * scaling),
+        "gates are scaled, and not normalised",
+    )
     if scaling != 1:
         yield (
             lambda t: _set_gates(t, lambda g: g / scaling),
             f"gates are not multiplied by routed_scaling_factor = {scaling:g}",
         )
-    yield lambda t: _set_gates(t, lambda g: torch.full_like(g, 1 / g.shape[1])), "all chosen experts have the same gate"
+    yield (
+        lambda t: _set_gates(t, lambda g: torch.full_like(g, 1 / g.shape[1])),
+        "all chosen experts have the same gate",
+    )
 
 
 def _try_gate_order(case: DivergentStage) -> Experiments:
@@ -70,7 +79,9 @@ def _try_fewer_experts(case: DivergentStage) -> Experiments:
 
 def _try_shared_experts(case: DivergentStage) -> Experiments:
     mlp: Any = case.make_trial().module
-    shared = next((n for n in ("shared_expert", "shared_experts") if getattr(mlp, n, None) is not None), None)
+    shared = next(
+        (n for n in ("shared_expert", "shared_experts") if getattr(mlp, n, None) is not None), None
+    )
     if shared is None:
         return
 
@@ -99,7 +110,10 @@ def _try_activation(case: DivergentStage) -> Experiments:
 
         yield (
             change,
-            f"the activation is {name}, and {getattr(case.reference.config, 'hidden_act', 'silu')} in config.json",
+            (
+                f"the activation is {name}, and "
+                f"{getattr(case.reference.config, 'hidden_act', 'silu')} in config.json"
+            ),
         )
 
 
@@ -120,14 +134,16 @@ def _try_swapped_gate(case: DivergentStage) -> Experiments:
             if isinstance(both, nn.Parameter):
                 both.data = torch.cat(both.data.chunk(2, 1)[::-1], 1)
             elif hasattr(module, "gate_proj"):
-                gate, up = module.gate_proj.weight, module.up_proj.weight
+                gate = module.gate_proj.weight
+                up = module.up_proj.weight
                 gate.data, up.data = up.data, gate.data
 
     yield change, "the projections of gate and values are exchanged: silu(up) * gate"
 
 
 def _try_permutation(case: DivergentStage) -> Experiments:
-    """Find which expert computes in the place of each, from least-squares shares of all experts in the output."""
+    """Find which expert computes in the place of each, from least-squares shares of all
+    experts in the output."""
     if case.expert_ids is None:
         return
     shares, rows = _solve_expert_shares(case)
@@ -148,22 +164,34 @@ def _try_permutation(case: DivergentStage) -> Experiments:
 
 
 def _solve_expert_shares(case: DivergentStage) -> tuple[Tensor, list[int]]:
-    """Return the weight of each expert in the output of some tokens, `[rows, experts]`, and these tokens."""
+    """Return the weight of each expert in the output of some tokens, `[rows, experts]`,
+    and these tokens."""
     assert case.expert_ids is not None
     assert case.reference.routing is not None
-    experts, rows = case.reference.routing.num_experts, list(range(min(MAX_SOLVED_TOKENS, len(case.input))))
-    x, y, ids = case.input[rows], case.output[rows], case.expert_ids[rows]
+    experts = case.reference.routing.num_experts
+    rows = list(range(min(MAX_SOLVED_TOKENS, len(case.input))))
+    x = case.input[rows]
+    y = case.output[rows]
+    ids = case.expert_ids[rows]
 
     def outputs(expert: int, gate: float) -> Tensor:
         trial = case.make_trial()
-        trial.input, trial.expert_ids = x, ids
-        trial.change_gates = lambda g: torch.cat([torch.full_like(g[:, :1], gate), torch.zeros_like(g[:, 1:])], 1)
-        trial.map_experts = lambda ids: torch.cat([torch.full_like(ids[:, :1], expert), (ids[:, 1:] * 0 + expert)], 1)
+        trial.input = x
+        trial.expert_ids = ids
+        trial.change_gates = lambda g: torch.cat(
+            [torch.full_like(g[:, :1], gate), torch.zeros_like(g[:, 1:])], 1
+        )
+        trial.map_experts = lambda ids: torch.cat(
+            [torch.full_like(ids[:, :1], expert), (ids[:, 1:] * 0 + expert)], 1
+        )
         return trial.compute_output()
 
     shared = outputs(0, 0.0)
-    each = torch.stack([outputs(e, 1.0) - shared for e in range(experts)], 2)  # [rows, hidden, experts]
-    return torch.linalg.lstsq(each.double(), (y - shared).double()[..., None]).solution[..., 0].float(), rows
+    # [rows, hidden, experts]
+    each = torch.stack([outputs(e, 1.0) - shared for e in range(experts)], 2)
+    return torch.linalg.lstsq(each.double(), (y - shared).double()[..., None]).solution[
+        ..., 0
+    ].float(), rows
 
 
 def _compute_gates(case: DivergentStage) -> Tensor:
@@ -208,7 +236,9 @@ def _try_row_order(case: DivergentStage) -> Experiments:
 
 
 def _try_stale_rows(case: DivergentStage) -> Experiments:
-    difference = (case.output - case.expected).norm(dim=0) / case.expected.norm(dim=0).clamp(min=1e-12)
+    difference = (case.output - case.expected).norm(dim=0) / case.expected.norm(dim=0).clamp(
+        min=1e-12
+    )
     bad = (difference > case.tolerance).nonzero()[:, 0]
     if len(bad) <= len(difference) // 2:
         fitted = torch.linalg.lstsq(case.input.double(), case.output.double()).solution.T.float()
@@ -217,17 +247,39 @@ def _try_stale_rows(case: DivergentStage) -> Experiments:
             part: Any = trial.module
             part.weight.data[bad] = fitted[bad]
 
-        yield change, f"rows {', '.join(map(str, bad.tolist()[:8]))} of its matrix are not the files', the others are"
+        yield (
+            change,
+            (
+                f"rows {', '.join(map(str, bad.tolist()[:8]))} of its matrix are not the "
+                "files', the others are"
+            ),
+        )
 
 
 MIXTURE_CAUSES = (
-    Cause("gate form", ("mlp",), _try_gate_form, "compare norm_topk_prob and routed_scaling_factor of both"),
-    Cause("gate order", ("mlp",), _try_gate_order, "gates and chosen experts are not in the same order"),
+    Cause(
+        "gate form",
+        ("mlp",),
+        _try_gate_form,
+        "compare norm_topk_prob and routed_scaling_factor of both",
+    ),
+    Cause(
+        "gate order",
+        ("mlp",),
+        _try_gate_order,
+        "gates and chosen experts are not in the same order",
+    ),
     Cause("gate and up projection", ("mlp",), _try_swapped_gate, FIX_MAPPING),
     Cause("expert permutation", ("mlp",), _try_permutation, FIX_MAPPING),
     Cause("number of experts", ("mlp",), _try_fewer_experts, "compare num_experts_per_tok of both"),
     Cause("shared experts", ("mlp",), _try_shared_experts, FIX_MAPPING),
     Cause("activation", ("mlp",), _try_activation, FIX_CONFIG),
     Cause("expert permutation", ("router",), _try_row_order, FIX_MAPPING),
-    Cause("stale rows", ("router",), _try_stale_rows, "the router's matrix was not updated whole", is_fitted=True),
+    Cause(
+        "stale rows",
+        ("router",),
+        _try_stale_rows,
+        "the router's matrix was not updated whole",
+        is_fitted=True,
+    ),
 )

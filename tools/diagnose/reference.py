@@ -1,4 +1,5 @@
-"""The reference model of the files: each stage in float32 with transformers, changed as a hypothesis says."""
+"""The reference model of the files: each stage in float32 with transformers, changed as a
+hypothesis says."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from r3async.learner.torch.routers import TopKInterceptor, is_expert_choice
 
 @dataclass
 class StageTrial:
-    """One layer of the files, for a hypothesis to change, with the input that a witness fed into a stage of it.
+    """One layer of the files, for a hypothesis to change, with the input that a witness fed
+    into a stage of it.
 
     Attributes:
         input: `[T, hidden]`.
@@ -46,10 +48,18 @@ class StageTrial:
     @property
     def module(self) -> Any:
         """The module of the stage."""
-        names = {"input_norm": "input_layernorm", "attention": "self_attn", "post_norm": "post_attention_layernorm"}
+        names = {
+            "input_norm": "input_layernorm",
+            "attention": "self_attn",
+            "post_norm": "post_attention_layernorm",
+        }
         if self.stage == "router":
             return get_router(self.layer.mlp)
-        return self.layer if self.stage in MODEL_STAGES else getattr(self.layer, names.get(self.stage, "mlp"))
+        return (
+            self.layer
+            if self.stage in MODEL_STAGES
+            else getattr(self.layer, names.get(self.stage, "mlp"))
+        )
 
     @torch.no_grad()
     def compute_output(self) -> Tensor:
@@ -92,13 +102,19 @@ class StageTrial:
         return out
 
     def _run_head(self, x: Tensor) -> Tensor:
-        """Compute the log-prob of each token after the first, `[T - 1]`, from `x` `[T, hidden]` after the last norm."""
+        """Compute the log-prob of each token after the first, `[T - 1]`, from `x` `[T, hidden]`
+        after the last norm."""
         logits = self.layer(x[:-1]).float() / self.temperature
         return torch.log_softmax(logits, -1).gather(1, self.token_ids[1:, None])[:, 0]
 
 
 _NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
-STAGE_MODULES = {"input_norm": _NORM_MODULES, "post_norm": _NORM_MODULES, "attention": ("self_attn",), "mlp": ("mlp",)}
+STAGE_MODULES = {
+    "input_norm": _NORM_MODULES,
+    "post_norm": _NORM_MODULES,
+    "attention": ("self_attn",),
+    "mlp": ("mlp",),
+}
 """Names of the modules of a layer that each stage needs."""
 MODEL_STAGES = ("embedding", "final_norm", "head")
 """Stages outside the layers."""
@@ -123,7 +139,8 @@ class ReferenceModel:
                 experts_implementation="eager",
                 local_files_only=True,
             ).eval()
-        except Exception as error:  # of many kinds: files, their headers, names, shapes, an unknown model type
+        except Exception as error:
+            # Of many kinds: files, their headers, names, shapes, an unknown model type.
             raise LearnerError(f"transformers cannot load {directory}: {error}") from error
         self._base: Any = self._model.base_model
         self.config: Any = self._model.config
@@ -141,7 +158,8 @@ class ReferenceModel:
         return weight
 
     def copy_module(self, layer: int, stage: str) -> Any:
-        """Return a float32 copy to change: the module of a stage, or the part of a layer that the stage needs."""
+        """Return a float32 copy to change: the module of a stage, or the part of a layer that
+        the stage needs."""
         outside = {
             "embedding": self._model.get_input_embeddings,
             "final_norm": lambda: self._base.norm,
@@ -164,13 +182,19 @@ class ReferenceModel:
         self, layer: int, stage: str, input: Tensor, token_ids: Tensor, expert_ids: Tensor | None
     ) -> StageTrial:
         rotary = copy.deepcopy(self._base.rotary_emb) if stage == "attention" else nn.Identity()
-        trial = StageTrial(stage, self.copy_module(layer, stage), rotary, self, input, token_ids, expert_ids)
+        trial = StageTrial(
+            stage, self.copy_module(layer, stage), rotary, self, input, token_ids, expert_ids
+        )
         if stage == "attention":
-            trial.mask = make_causal_mask(len(input), getattr(trial.layer.self_attn, "sliding_window", None))
+            trial.mask = make_causal_mask(
+                len(input), getattr(trial.layer.self_attn, "sliding_window", None)
+            )
         return trial
 
     @torch.no_grad()
-    def choose_experts(self, layer: int, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def choose_experts(
+        self, layer: int, input: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Run the router of a layer on `input` `[T, hidden]`.
 
         Return the scores that it chooses by, float32 `[T, experts]`, and the chosen experts.
@@ -186,7 +210,8 @@ def get_router(mlp: Any) -> Any:
 
 
 def make_causal_mask(tokens: int, window: int | None) -> Tensor:
-    """Return a mask to add to scores, float32 `[T, T]`: a token sees itself and those before it, `window` in all."""
+    """Return a mask to add to scores, float32 `[T, T]`: a token sees itself and those before it,
+    `window` in all."""
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     hidden = (distance < 0) | (distance >= (window or tokens))
     return torch.zeros(tokens, tokens).masked_fill_(hidden, torch.finfo(torch.float32).min)
@@ -197,7 +222,8 @@ class _ForcedTopK(TopKInterceptor):
 
     def __init__(self, shape: RoutingShape | None, expert_ids: Tensor):
         super().__init__()
-        self._shape, self._ids = shape, expert_ids
+        self._shape = shape
+        self._ids = expert_ids
 
     def on_topk(self, scores: Tensor, result: Any) -> Any:
         if not is_expert_choice(scores, result.indices, self._shape):
@@ -210,7 +236,8 @@ class _ObservedTopK(TopKInterceptor):
 
     def __init__(self, shape: RoutingShape | None):
         super().__init__()
-        self._shape, self.scores = shape, torch.zeros(0)
+        self._shape = shape
+        self.scores = torch.zeros(0)
 
     def on_topk(self, scores: Tensor, result: Any) -> Any:
         if is_expert_choice(scores, result.indices, self._shape):

@@ -1,4 +1,5 @@
-"""Causes in single-operation stages (embedding, norms, output matrix) and in any stage that has weights."""
+"""Causes in single-operation stages (embedding, norms, output matrix) and in any stage
+that has weights."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def try_rounded_weights(case: DivergentStage) -> Experiments:
     for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         yield cast(getattr(torch, name)), f"its weights are those of the files, rounded to {name}"
     for bits in (8, 4):
-        yield by_row(bits), f"its weights are those of the files, rounded to {bits} bits with a scale a row"
+        yield (
+            by_row(bits),
+            f"its weights are those of the files, rounded to {bits} bits with a scale a row",
+        )
 
 
 def try_compute_dtype(case: DivergentStage) -> Experiments:
@@ -62,7 +66,10 @@ def try_embedding_scale(case: DivergentStage) -> Experiments:
     scale = float((case.output * case.expected).sum() / case.expected.square().sum())
     yield (
         lambda trial: change_weights(trial, lambda w: w * scale),
-        f"it is {scale:.6g} times the files' (root of the hidden size: {case.output.shape[-1] ** 0.5:.6g})",
+        (
+            f"it is {scale:.6g} times the files' (root of the hidden size: "
+            f"{case.output.shape[-1] ** 0.5:.6g})"
+        ),
     )
 
 
@@ -92,13 +99,21 @@ def try_norm_form(case: DivergentStage) -> Experiments:
 
     yield plus_one, "its weight is taken as a difference from one"
     yield plain, "it has no weight"
-    yield centred, "the mean is taken out first: a layer norm, where the files have the norm of the root mean square"
+    yield (
+        centred,
+        (
+            "the mean is taken out first: a layer norm, where the files have the norm of the "
+            "root mean square"
+        ),
+    )
     yield whole, "nothing is normalised"
 
 
 def try_norm_weight(case: DivergentStage) -> Experiments:
     part: Any = case.make_trial().module
-    unit = case.input * torch.rsqrt(case.input.square().mean(-1, keepdim=True) + part.variance_epsilon)
+    unit = case.input * torch.rsqrt(
+        case.input.square().mean(-1, keepdim=True) + part.variance_epsilon
+    )
     found = (unit * case.output).sum(0) / unit.square().sum(0)
     other = int(((found - part.weight).abs() > 1e-3 * part.weight.abs().clamp(min=1e-3)).sum())
     yield (
@@ -111,13 +126,19 @@ def try_other_norm(case: DivergentStage) -> Experiments:
     if case.layer >= 0:
         names = {"input_norm": "post_attention_layernorm", "post_norm": "input_layernorm"}
         yield (
-            lambda trial: trial.module.load_state_dict(getattr(trial.layer, names[case.stage]).state_dict()),
+            lambda trial: trial.module.load_state_dict(
+                getattr(trial.layer, names[case.stage]).state_dict()
+            ),
             f"its weight is that of {names[case.stage]}",
         )
 
 
 def try_temperature(case: DivergentStage, requested: float = 1.0) -> Experiments:
-    best = find_minimum(case, lambda trial, t: setattr(trial, "temperature", t), [2 ** (i / 4) for i in range(-16, 17)])
+    best = find_minimum(
+        case,
+        lambda trial, t: setattr(trial, "temperature", t),
+        [2 ** (i / 4) for i in range(-16, 17)],
+    )
     yield (
         lambda trial: setattr(trial, "temperature", best),
         f"its log-probs are those at temperature {best:.4g}, and {requested:.4g} was asked for",
@@ -127,8 +148,13 @@ def try_temperature(case: DivergentStage, requested: float = 1.0) -> Experiments
 def try_tied_head(case: DivergentStage) -> Experiments:
     if not case.reference.is_tied:
         yield (
-            lambda trial: setattr(trial.layer, "weight", nn.Parameter(case.reference.embedding_weight.float())),
-            "logits are made with the embedding, and config.json says that the output matrix is another",
+            lambda trial: setattr(
+                trial.layer, "weight", nn.Parameter(case.reference.embedding_weight.float())
+            ),
+            (
+                "logits are made with the embedding, and config.json says that the output "
+                "matrix is another"
+            ),
         )
 
 

@@ -1,4 +1,5 @@
-"""Checks that engine and learner treat a conversation alike: template, end-of-answer tokens, and loss mask."""
+"""Checks that engine and learner treat a conversation alike: template, end-of-answer
+tokens, and loss mask."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ TEST_CONVERSATION = (
 
 
 def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
-    """Check that a model and its start model render a conversation alike and end answers with the same tokens."""
+    """Check that a model and its start model render a conversation alike and end answers with
+    the same tokens."""
     from r3async.rollout.renderer import ChatRenderer, TemplateError
 
     if start_model == model:
         return
     try:
-        theirs, ours = ChatRenderer.from_model(start_model), ChatRenderer.from_model(model)
+        theirs = ChatRenderer.from_model(start_model)
+        ours = ChatRenderer.from_model(model)
     except (TemplateError, OSError, ValueError):
         return  # a model without a template is sampled from token ids
     for messages in (TEST_CONVERSATION, TEST_CONVERSATION[1:]):
@@ -36,11 +39,15 @@ def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
         except TemplateError:
             continue
         if ids[0] != ids[1]:
-            at = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b),
+                min(map(len, ids)),
+            )
             evidence = (
-                f"a conversation of {len(messages)} messages has {len(ids[0])} tokens in {start_model}, {len(ids[1])} in "
-                f"{model}; the "
-                f"first difference is at {at}: {theirs.decode(ids[0][at : at + 4])!r} and {ours.decode(ids[1][at : at + 4])!r}"
+                f"a conversation of {len(messages)} messages has {len(ids[0])} tokens in "
+                f"{start_model}, {len(ids[1])} in {model}; the "
+                f"first difference is at {at}: {theirs.decode(ids[0][at : at + 4])!r} and "
+                f"{ours.decode(ids[1][at : at + 4])!r}"
             )
             yield _make_divergence(
                 "tokens",
@@ -61,7 +68,8 @@ def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
 
 
 def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
-    """Check that a recorded run trains the token that ends an answer wherever it trains the token before it."""
+    """Check that a recorded run trains the token that ends an answer wherever it trains the
+    token before it."""
     from r3async.record.recording import RecordingError, find_recorded_steps, read_recorded_step
     from r3async.rollout.renderer import ChatRenderer, TemplateError
 
@@ -71,11 +79,14 @@ def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
     except (RecordingError, TemplateError, OSError, ValueError):
         return
     step, groups = read_recorded_step(files[-1])
-    tables = [sample.table for group in groups for trajectory in group for sample in trajectory.samples]
+    tables = [
+        sample.table for group in groups for trajectory in group for sample in trajectory.samples
+    ]
     masked, seen = count_untrained_ends(tables, ends)
     if masked:
         evidence = (
-            f"in step {step.step} {masked} of {seen} answers end with a token that was sampled and is not trained"
+            f"in step {step.step} {masked} of {seen} answers end with a token that was sampled "
+            "and is not trained"
         )
         yield _make_divergence(
             "mask",
@@ -88,11 +99,13 @@ def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
 def count_untrained_ends(tables: list[TokenTable], ends: tuple[int, ...]) -> tuple[int, int]:
     """Count the answers that end with one of `ends`.
 
-    Return the number whose end is not trained although the token before it is, and the number of all.
+    Return the number whose end is not trained although the token before it is, and
+    the number of all.
     """
     masked = seen = 0
     for table in tables:
-        sampled, trained = table["policy_version"] >= 0, table["loss_mask"]
+        sampled = table["policy_version"] >= 0
+        trained = table["loss_mask"]
         end = sampled & np.isin(table["token_ids"], ends)
         at = np.flatnonzero(end[1:] & sampled[:-1] & (table["turn"][1:] == table["turn"][:-1])) + 1
         seen += int(trained[at - 1].sum())
@@ -101,4 +114,6 @@ def count_untrained_ends(tables: list[TokenTable], ends: tuple[int, ...]) -> tup
 
 
 def _make_divergence(stage: str, cause: str, evidence: str, fix: str) -> Divergence:
-    return Divergence("engine", stage, [-1], 1.0, 0.0, 1.0, explanations=[Explanation(cause, evidence, fix, 0.0)])
+    return Divergence(
+        "engine", stage, [-1], 1.0, 0.0, 1.0, explanations=[Explanation(cause, evidence, fix, 0.0)]
+    )

@@ -21,8 +21,10 @@ from r3async.weights.version_store import VersionStore
 
 from .judge import SampledTokens, StageOutputs
 
-PROMPT_TOKENS, ANSWER_TOKENS = 64, 16
-"""Tokens of the prompt, and of the engine's answer. They are few, because all activations of each are kept."""
+PROMPT_TOKENS = 64
+ANSWER_TOKENS = 16
+"""Tokens of the prompt, and of the engine's answer. They are few, because all activations
+of each are kept."""
 INSTALL_TIMEOUT_SECONDS = 300.0
 
 
@@ -33,10 +35,12 @@ class EngineOutputs(NamedTuple):
 
 
 def to_single_rank(config: Config) -> Config:
-    """Return the configuration for one rank without training-only parts, and for an engine with observable stages."""
+    """Return the configuration for one rank without training-only parts, and for an engine with
+    observable stages."""
     if config.generator.engine != "vllm" or config.learner.backend == "scripted":
         raise ConfigError(
-            "r3async diagnose needs vLLM and a learner with a model: neither generator.engine nor learner.backend may be scripted"
+            "r3async diagnose needs vLLM and a learner with a model: neither generator.engine nor "
+            "learner.backend may be scripted"
         )
     replace = msgspec.structs.replace
     args = {**config.generator.engine_args, "enforce_eager": True}
@@ -45,13 +49,17 @@ def to_single_rank(config: Config) -> Config:
     return replace(config, learner=replace(config.learner, parallel=ParallelConfig()))
 
 
-def observe_learner(learner: Any, tokens: np.ndarray, stale_tensors: list[str], config: Config) -> StageOutputs:
+def observe_learner(
+    learner: Any, tokens: np.ndarray, stale_tensors: list[str], config: Config
+) -> StageOutputs:
     """Record the stages and log-probs of the learner. Raises `LearnerError`.
 
     Args:
         stale_tensors: The tensors noted in `StageOutputs`.
     """
-    stages = ActivationRecorder(learner.model.causal_lm if config.learner.backend == "torch" else learner.model)
+    stages = ActivationRecorder(
+        learner.model.causal_lm if config.learner.backend == "torch" else learner.model
+    )
     try:
         logprobs = learner.score_sequence(tokens)
     finally:
@@ -71,7 +79,8 @@ def find_changed_tensors(tensors: Mapping[str, Tensor], directory: Path, dtype: 
     """Return the tensors of a learner that differ in any bit from those of the files in `dtype`."""
     from r3async.learner.model import open_model_files
 
-    files, found = open_model_files(directory), []
+    files = open_model_files(directory)
+    found = []
     for name, tensor in tensors.items():
         if name not in files:
             continue
@@ -95,16 +104,22 @@ async def observe_engine(
 ) -> EngineOutputs:
     """Record the stages, log-probs, samples and stale tensors of a started engine.
 
-    The engine gets other weights before `tensors`, so that a tensor that is not delivered is noticed.
+    The engine gets other weights before `tensors`, so that a tensor that is not
+    delivered is noticed.
 
     Raises `EngineError` or `WeightError`. The engine must be restarted afterwards.
     """
-    dtype, temperature, version = getattr(torch, config.generator.dtype), config.episode.temperature, engine.version
+    dtype = getattr(torch, config.generator.dtype)
+    temperature = config.episode.temperature
+    version = engine.version
     with VersionStore(scratch / "published") as publisher:
         print_line("other weights in vLLM, then these")
-        # The elements of every tensor are reversed: no value is out of range, and none stays in its place.
+        # The elements of every tensor are reversed: no value is out of range, and none
+        # stays in its place.
         others = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors.items()}
-        await engine.install_version(publisher.write_tensors(version + 1, others, dtype), INSTALL_TIMEOUT_SECONDS)
+        await engine.install_version(
+            publisher.write_tensors(version + 1, others, dtype), INSTALL_TIMEOUT_SECONDS
+        )
         # Its keys and values stay in the prefix cache.
         await engine.generate(GenerationRequest("before", prompt, 1, temperature))
         await engine.count_stale_cached_tokens(prompt)
@@ -112,11 +127,16 @@ async def observe_engine(
         await engine.install_version(manifest, INSTALL_TIMEOUT_SECONDS)
         cached = await engine.count_stale_cached_tokens(prompt)
         print_line("what vLLM computes")
-        answer = await engine.generate(GenerationRequest("sampled", prompt, ANSWER_TOKENS, temperature))
+        answer = await engine.generate(
+            GenerationRequest("sampled", prompt, ANSWER_TOKENS, temperature)
+        )
         tokens = np.concatenate([prompt, answer.token_ids]).astype(np.int32)
         path = scratch / f"engine-{version + 2}.safetensors"
         logprobs, computed = await engine.record_activations(tokens, path)
-        stale = [each.tensor for each in await engine.find_weight_differences(manifest, INSTALL_TIMEOUT_SECONDS)]
+        stale = [
+            each.tensor
+            for each in await engine.find_weight_differences(manifest, INSTALL_TIMEOUT_SECONDS)
+        ]
     routes = answer.routed_experts
     sampled = SampledTokens(
         torch.from_numpy(answer.logprobs.copy()),

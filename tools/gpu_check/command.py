@@ -101,8 +101,8 @@ def run_parts(
 ) -> list[dict[str, Any]]:
     """Run every part that has no good result in `out` yet, each in a separate process.
 
-    No part starts, or continues, after `seconds`; the same command continues with the remaining parts. Returns the
-    results of all parts, which `out` holds too.
+    No part starts, or continues, after `seconds`; the same command continues with the remaining
+    parts. Returns the results of all parts, which `out` holds too.
 
     Args:
         only: Run the parts whose names begin with one of these.
@@ -149,7 +149,9 @@ def _run(part: Part, out: Path, small: bool, limit: float) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):  # and any processes that it left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)]
+    lines = [
+        line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)
+    ]
     if lines and not found:
         found = json.loads(lines[-1].removeprefix(RESULT))
     elif not found:
@@ -158,7 +160,8 @@ def _run(part: Part, out: Path, small: bool, limit: float) -> dict[str, Any]:
 
 
 def predictions() -> dict[str, dict[str, list[float]]]:
-    """Return the bounds `[low, high]` that were written down before any measurement, by part and figure."""
+    """Return the bounds `[low, high]` that were written down before any measurement, by
+    part and figure."""
     return tomllib.loads(PREDICTIONS.read_text())
 
 
@@ -173,14 +176,21 @@ def missed(result: Mapping[str, Any], expected: Mapping[str, Sequence[float]]) -
 
 
 def render(results: Sequence[Mapping[str, Any]], *, small: bool) -> list[str]:
-    """Render a line per part, one for its figures, and one for those of real shapes that differ from the prediction."""
-    expected, lines = {} if small else predictions(), []
+    """Render a line per part, one for its figures, and one for those of real shapes that differ
+    from the prediction."""
+    expected = {} if small else predictions()
+    lines = []
     for row in results:
         state = "FAILED" if "failure" in row else "ok" if row.get("ok") else "NOT OK"
         lines.append(f"{state:<7} {row['part']}, {row['seconds']:.1f} s")
-        figures = {name: value for name, value in row.items() if name not in ("part", "seconds", "ok")}
-        lines.append("        " + ", ".join(f"{name} {_short(value)}" for name, value in figures.items()))
-        if astray := missed(row, expected.get(row["part"], {})):
+        figures = {
+            name: value for name, value in row.items() if name not in ("part", "seconds", "ok")
+        }
+        lines.append(
+            "        " + ", ".join(f"{name} {_short(value)}" for name, value in figures.items())
+        )
+        astray = missed(row, expected.get(row["part"], {}))
+        if astray:
             lines.append(f"        not as predicted: {'; '.join(astray)}")
     return lines
 
@@ -191,22 +201,32 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def check_gpu(out: Path, *, small: bool, only: Sequence[str], minutes: float, console: Console) -> int:
+def check_gpu(
+    out: Path, *, small: bool, only: Sequence[str], minutes: float, console: Console
+) -> int:
     """Run the checks and print the results.
 
-    Returns 0 if every part that ran is good, 1 if not, and 2 if there is no GPU and `small` is not set.
+    Returns 0 if every part that ran is good, 1 if not, and 2 if there is no GPU and
+    `small` is not set.
     """
     import torch
 
     cuda = torch.cuda.is_available()
     if not cuda and not small:
         built = (
-            f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "has no CUDA: make install EXTRA=gpu"
+            f"is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "has no CUDA: make install EXTRA=gpu"
         )
-        said = f"torch {torch.__version__} sees no GPU, and {built}. --small tries the parts on this CPU."
+        said = (
+            f"torch {torch.__version__} sees no GPU, and {built}. --small tries the "
+            "parts on this CPU."
+        )
         console.print(said, highlight=False, soft_wrap=True)
         return 2
-    results = run_parts(out, small=small, only=only, seconds=60 * minutes, cuda=cuda, say=console.print)
+    results = run_parts(
+        out, small=small, only=only, seconds=60 * minutes, cuda=cuda, say=console.print
+    )
     for line in [*render(results, small=small), f"results: {out / RESULTS}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0 if results and all(row.get("ok") for row in results) else 1

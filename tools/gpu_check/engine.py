@@ -31,14 +31,21 @@ MODES: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False},
     "graphs-without-routes": {"enforce_eager": False, "enable_return_routed_experts": False},
 }
-VOCABULARY, TOP_K = TINY["vocab_size"], TINY["num_experts_per_tok"]
+VOCABULARY = TINY["vocab_size"]
+TOP_K = TINY["num_experts_per_tok"]
 
 
 def read_weights(model: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
-def engine_of(place: Place, model: Path, mode: str, *, concurrency: int = 64, on_update: str = "keep") -> VllmEngine:
+def engine_of(
+    place: Place, model: Path, mode: str, *, concurrency: int = 64, on_update: str = "keep"
+) -> VllmEngine:
     share = {} if place.small else {"gpu_memory_utilization": 0.5}
     return VllmEngine(
         str(model),
@@ -57,7 +64,8 @@ def ask(number: int, prompt: int, answer: int, vocabulary: int = VOCABULARY) -> 
 
 
 def generations(place: Place, *, mode: str) -> dict[str, Any]:
-    """Generate answers with routes and log-probs, kept for `learner_agrees`. The engine rescores its own answer."""
+    """Generate answers with routes and log-probs, kept for `learner_agrees`. The engine
+    rescores its own answer."""
     return asyncio.run(_generations(place, mode))
 
 
@@ -78,7 +86,10 @@ async def _generations(place: Place, mode: str) -> dict[str, Any]:
         await engine.stop()
     arrays: dict[str, Any] = {}
     for i, (request, answer) in enumerate(zip(asked, answers, strict=True)):
-        arrays |= {f"ids{i}": np.concatenate([request.prompt_ids, answer.token_ids]), f"logprobs{i}": answer.logprobs}
+        arrays |= {
+            f"ids{i}": np.concatenate([request.prompt_ids, answer.token_ids]),
+            f"logprobs{i}": answer.logprobs,
+        }
         arrays[f"routes{i}"] = answer.routed_experts
     np.savez(place.out / f"generations-{mode}.npz", **arrays)
     found = _routes_of(asked, answers)
@@ -88,18 +99,22 @@ async def _generations(place: Place, mode: str) -> dict[str, Any]:
         **found,
         "unrecorded": unrecorded,
         "own_score_difference": float(np.abs(again - answers[0].logprobs).mean()),
-        "ok": not found["wrong_length"] and found["rows_of_first_experts"] < 0.05 and not unrecorded,
+        "ok": not found["wrong_length"]
+        and found["rows_of_first_experts"] < 0.05
+        and not unrecorded,
     }
 
 
 def _routes_of(asked: Sequence[GenerationRequest], answers: Sequence[Generation]) -> dict[str, Any]:
     """Summarise the routes of the answers.
 
-    Buffers that were never written would have expert 0 everywhere; padding that was not cut off would give too many
-    rows.
+    Buffers that were never written would have expert 0 everywhere; padding that was not cut off
+    would give too many rows.
     """
     rows = [a.routed_experts for a in answers if a.routed_experts is not None]
-    expected = [len(q.prompt_ids) + len(a.token_ids) - 1 for q, a in zip(asked, answers, strict=True)]
+    expected = [
+        len(q.prompt_ids) + len(a.token_ids) - 1 for q, a in zip(asked, answers, strict=True)
+    ]
     every = np.concatenate(rows)
     return {
         "rows": len(every),
@@ -110,15 +125,19 @@ def _routes_of(asked: Sequence[GenerationRequest], answers: Sequence[Generation]
 
 
 def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
-    """Run the learner on the answers of `generations`: its routes, and log-probs with the engine's and own routes."""
+    """Run the learner on the answers of `generations`: its routes, and log-probs with the
+    engine's and own routes."""
     kept = np.load(place.out / f"generations-{mode}.npz")
-    replayed, own, agreement = [], [], []
+    replayed = []
+    own = []
+    agreement = []
     settings = {"backend": backend, "dtype": place.engine_dtype}
     with learner_of(place.model("tiny", place.engine_dtype), 8192, **settings) as learner:
         for i in range(sum(name.startswith("ids") for name in kept.files)):
             ids, logprobs, routes = (kept[f"{name}{i}"] for name in ("ids", "logprobs", "routes"))
             rows = np.zeros((len(ids), *routes.shape[1:]), np.uint8)
-            rows[: len(routes)], rows[len(routes) :] = routes, np.arange(routes.shape[2])
+            rows[: len(routes)] = routes
+            rows[len(routes) :] = np.arange(routes.shape[2])
             table = TokenTable.from_tokens(ids.astype(np.int32)).with_columns(
                 routed_experts=rows, routing_recorded=np.arange(len(ids)) < len(routes)
             )
@@ -126,7 +145,9 @@ def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
             first = len(ids) - len(logprobs)
             replayed.append(np.abs(learner.logprobs([batch])[0][first:] - logprobs))
             own.append(np.abs(learner.logprobs([batch], replay=False)[0][first:] - logprobs))
-            chosen = learner.record_learner_routes([batch])[0].table["routed_experts"][: len(routes)]
+            chosen = learner.record_learner_routes([batch])[0].table["routed_experts"][
+                : len(routes)
+            ]
             agreement.append((np.sort(chosen, -1) == np.sort(routes, -1)).all(-1).mean())
     mean = float(np.concatenate(replayed).mean())
     return {
@@ -139,7 +160,8 @@ def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
 
 
 def updates(place: Place, *, mode: str, on_update: str) -> dict[str, Any]:
-    """Install six versions under running requests: durations, the version of every token, and the state afterwards."""
+    """Install six versions under running requests: durations, the version of every token, and the
+    state afterwards."""
     return asyncio.run(_updates(place, mode, on_update))
 
 
@@ -149,13 +171,17 @@ async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
     engine = engine_of(place, paths[0], mode, on_update=on_update)
     await engine.start()
     text = np.random.default_rng(9).integers(0, VOCABULARY, 200).astype(np.int32)
-    scores, loads, pauses, wrong = [await engine.score_tokens(text)], [], [], 0
+    scores = [await engine.score_tokens(text)]
+    loads = []
+    pauses = []
+    wrong = 0
     dtype = getattr(torch, place.engine_dtype)
     try:
         with VersionStore(place.out / "published") as publisher:
             for version in range(6):
                 asked = [
-                    ask(100 * version + i, 20, 60 if place.small else 300) for i in range(4 if place.small else 24)
+                    ask(100 * version + i, 20, 60 if place.small else 300)
+                    for i in range(4 if place.small else 24)
                 ]
                 running = [asyncio.create_task(engine.generate(request)) for request in asked]
                 await asyncio.sleep(0.4)
@@ -167,7 +193,9 @@ async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
                     spans = sum(span.stop - span.start for span in answer.version_spans)
                     routes = answer.routed_experts
                     wrong += (
-                        spans != len(answer.token_ids) or routes is None or len(routes) != 19 + len(answer.token_ids)
+                        spans != len(answer.token_ids)
+                        or routes is None
+                        or len(routes) != 19 + len(answer.token_ids)
                     )
                 if version < 2:
                     scores.append(await engine.score_tokens(text))
@@ -189,7 +217,8 @@ async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
 
 
 def throughput(place: Place, *, mode: str, concurrency: int) -> dict[str, Any]:
-    """Measure tokens per second of four layers of Qwen3-30B-A3B, and the time to install their weights."""
+    """Measure tokens per second of four layers of Qwen3-30B-A3B, and the time to
+    install their weights."""
     return asyncio.run(_throughput(place, mode, 4 if place.small else concurrency))
 
 
@@ -199,7 +228,8 @@ async def _throughput(place: Place, mode: str, concurrency: int) -> dict[str, An
     began = time.monotonic()
     await engine.start()
     try:
-        started, answer = time.monotonic() - began, 8 if place.small else 256
+        started = time.monotonic() - began
+        answer = 8 if place.small else 256
         seconds = 0.0
         for again in range(2):  # the first one compiles
             began = time.monotonic()

@@ -18,13 +18,16 @@ from .place import Place
 
 
 def attention(place: Place, *, layout: str, tokens: int) -> dict[str, Any]:
-    """Time the forward and backward pass of two samples in one micro-batch, for a new shape and for one seen before.
+    """Time the forward and backward pass of two samples in one micro-batch, for a new shape and for
+    one seen before.
 
     Args:
-        layout: `packed`, the layout that the learner takes here, or `padded`, which it takes for what has no other.
+        layout: `packed`, the layout that the learner takes here, or `padded`, which it takes for
+            what has no other.
     """
     tokens = 256 if place.small else tokens
-    firsts, steadies = [], []
+    firsts = []
+    steadies = []
     rng = np.random.default_rng(0)
     for _ in range(2 if place.small else 6):
         first = int(rng.integers(tokens // 8, tokens - tokens // 8))
@@ -37,15 +40,21 @@ def attention(place: Place, *, layout: str, tokens: int) -> dict[str, Any]:
         one, each = timed(place, partial(_backward, attend, gradient))
         firsts.append(one)
         steadies.append(each)
-    found: dict[str, Any] = {"first_ms": firsts, "steady_ms": steadies, "steady_median_ms": float(np.median(steadies))}
+    found: dict[str, Any] = {
+        "first_ms": firsts,
+        "steady_ms": steadies,
+        "steady_median_ms": float(np.median(steadies)),
+    }
     if place.cuda:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found | {"ok": True}
 
 
 def attention_agrees(place: Place) -> dict[str, Any]:
-    """Compare the learner's attention with that in float32: whole samples, a window, and a shared prefix."""
-    edges, prefixes = np.array([0, 700, 740, 1200]), np.array([[0, 0], [0, 500], [1, 520]], np.int32)
+    """Compare the learner's attention with that in float32: whole samples, a window, and
+    a shared prefix."""
+    edges = np.array([0, 700, 740, 1200])
+    prefixes = np.array([[0, 0], [0, 500], [1, 520]], np.int32)
     cases = {
         "samples": (None, None),
         "window": (None, 100),
@@ -63,20 +72,38 @@ def attention_agrees(place: Place) -> dict[str, Any]:
             heads = [x.detach().to(dtype).requires_grad_() for x in exact]
             out = packed_attention(heads[0], heads[1], heads[2], plan, None, window=window)
             results.append([out, *torch.autograd.grad(out, heads, gradient.to(dtype))])
-        errors = [float((ours.float() - theirs).norm() / theirs.norm()) for theirs, ours in zip(*results, strict=True)]
+        errors = [
+            float((ours.float() - theirs).norm() / theirs.norm())
+            for theirs, ours in zip(*results, strict=True)
+        ]
         found[name] = errors
     return found | {"ok": all(error < 0.02 for errors in found.values() for error in errors)}
 
 
 def _random_heads(place: Place, tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    heads, groups = (32, 4) if place.cuda else (4, 2)
+    if place.cuda:
+        heads = 32
+        groups = 4
+    else:
+        heads = 4
+        groups = 2
     options: dict[str, Any] = {"device": place.device, "dtype": dtype, "requires_grad": True}
     return [torch.randn(tokens, n, 128, **options) for n in (heads, groups, groups)]
 
 
 def experts(place: Place, *, how: str) -> dict[str, Any]:
-    """Time forward and backward of one layer's experts on 8192 tokens: one by one, or in one grouped product."""
-    count, hidden, width, rows = (8, 64, 32, 512) if place.small else (128, 2048, 768, 8192 * 8)
+    """Time forward and backward of one layer's experts on 8192 tokens: one by one, or in one
+    grouped product."""
+    if place.small:
+        count = 8
+        hidden = 64
+        width = 32
+        rows = 512
+    else:
+        count = 128
+        hidden = 2048
+        width = 768
+        rows = 8192 * 8
     options: dict[str, Any] = {"device": place.device, "dtype": torch.bfloat16}
     up = torch.randn(count, 2 * width, hidden, **options).mul_(0.02).requires_grad_()
     down = torch.randn(count, hidden, width, **options).mul_(0.02).requires_grad_()

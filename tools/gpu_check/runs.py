@@ -1,4 +1,5 @@
-"""GPU checks that are whole runs: the quickstart in bfloat16, its routes verified, and a run killed and resumed."""
+"""GPU checks that are whole runs: the quickstart in bfloat16, its routes verified, and a run
+killed and resumed."""
 
 from __future__ import annotations
 
@@ -18,14 +19,22 @@ from .place import Place
 
 SMALL = (
     *("schedule.prompts_per_step=2", "schedule.group_size=4", "model.init.max_warm_steps=2"),
-    *("model.init.warm_reward=0", "learner.threads=1", "evaluation.every_steps=0", "generator.kv_cache_gib=0.25"),
+    *(
+        "model.init.warm_reward=0",
+        "learner.threads=1",
+        "evaluation.every_steps=0",
+        "generator.kv_cache_gib=0.25",
+    ),
 )
 
 
 def quickstart(place: Place, *, dtype: str) -> dict[str, Any]:
-    """Run the quickstart: its reward, drift and seconds per step, and its routes, verified token by token."""
+    """Run the quickstart: its reward, drift and seconds per step, and its routes,
+    verified token by token."""
     steps = 2 if place.small else 60
-    rows = _rows(_started(place, f"quickstart-{dtype}", dtype, steps), place, f"quickstart-{dtype}", 550.0)
+    rows = _rows(
+        _started(place, f"quickstart-{dtype}", dtype, steps), place, f"quickstart-{dtype}", 550.0
+    )
     checked = _r3async(place, "inspect", "verify", f"quickstart-{dtype}")
     output, _ = checked.communicate(timeout=120)
     last = rows[-10:]
@@ -43,8 +52,10 @@ def quickstart(place: Place, *, dtype: str) -> dict[str, Any]:
 
 
 def killed(place: Place, *, dtype: str) -> dict[str, Any]:
-    """Send SIGKILL to the whole process group after some steps; the same command must resume and finish."""
-    name, steps = f"killed-{dtype}", 4 if place.small else 20
+    """Send SIGKILL to the whole process group after some steps; the same command must
+    resume and finish."""
+    name = f"killed-{dtype}"
+    steps = 4 if place.small else 20
     metrics = place.out / "runs" / name / "metrics.jsonl"
     process = _started(place, name, dtype, steps)
     deadline = time.monotonic() + 300.0
@@ -52,7 +63,9 @@ def killed(place: Place, *, dtype: str) -> dict[str, Any]:
         if time.monotonic() > deadline or process.poll() is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            raise RuntimeError(f"the run made {_lines(metrics)} steps: {process.communicate()[0][-600:]}")
+            raise RuntimeError(
+                f"the run made {_lines(metrics)} steps: {process.communicate()[0][-600:]}"
+            )
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -74,11 +87,19 @@ def _r3async(place: Place, *words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "R3ASYNC_RUNS": str(place.out / "runs"), "PYTHONUNBUFFERED": "1"}
     output = subprocess.PIPE
     return subprocess.Popen(
-        line, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=place.out
+        line,
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        cwd=place.out,
     )
 
 
-def _rows(process: subprocess.Popen[str], place: Place, name: str, seconds: float) -> list[dict[str, Any]]:
+def _rows(
+    process: subprocess.Popen[str], place: Place, name: str, seconds: float
+) -> list[dict[str, Any]]:
     """Wait for the end of a run and return the rows of its metrics."""
     try:
         output, _ = process.communicate(timeout=seconds)

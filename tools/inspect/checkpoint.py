@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from r3async.checkpoint.directory import STATE_FILE, CheckpointDirectory, open_checkpoint
-from r3async.checkpoint.manifest import MANIFEST_FILE, CheckpointError, decode_manifest, verify_checkpoint_file
+from r3async.checkpoint.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    decode_manifest,
+    verify_checkpoint_file,
+)
 from r3async.checkpoint.state import RunState, decode_state
 from r3async.data.versions import UNKNOWN_LINEAGE, Lineage
 from r3async.world.files import read_file
@@ -66,7 +71,8 @@ class CheckpointContents(msgspec.Struct):
 
 
 def inspect_checkpoint(path: Path) -> CheckpointContents:
-    """Read everything that is readable, even of a damaged checkpoint. Takes as long as reading the whole checkpoint."""
+    """Read everything that is readable, even of a damaged checkpoint. Takes as long as reading the
+    whole checkpoint."""
     from r3async.checkpoint.tensors import RankFile  # loads torch
 
     seen = CheckpointContents(str(path))
@@ -85,7 +91,9 @@ def inspect_checkpoint(path: Path) -> CheckpointContents:
     listed = {file.name for file in seen.files}
     if not listed:  # list the existing files, with nothing to compare them with
         for entry in sorted(path.iterdir()):
-            seen.files.append(FileStatus(entry.name, entry.lstat().st_size, "the manifest does not vouch for it"))
+            seen.files.append(
+                FileStatus(entry.name, entry.lstat().st_size, "the manifest does not vouch for it")
+            )
     try:
         seen.state = decode_state(read_file(path / STATE_FILE))
     except (OSError, CheckpointError) as error:
@@ -125,8 +133,11 @@ def _list_tensors(part: RankFile) -> list[TensorPiece]:
     """List the pieces in the header of a rank's file, by name."""
     seen = []
     for name, tensor in sorted(part.tensors.items()):
-        place, (begin, end) = part.slices[name], tensor.data_offsets
-        shape, size, offset = list(place.shape), list(place.size), list(place.offset)
+        place = part.slices[name]
+        begin, end = tensor.data_offsets
+        shape = list(place.shape)
+        size = list(place.size)
+        offset = list(place.offset)
         seen.append(TensorPiece(name, tensor.dtype, shape, size, offset, end - begin, part.name))
     return seen
 
@@ -151,7 +162,9 @@ def describe_checkpoint(contents: CheckpointContents, limit: int) -> list[str]:
     if contents.tensors:
         values = sum(math.prod(t.size) for t in contents.tensors)
         nbytes = sum(t.nbytes for t in contents.tensors)
-        lines.append(f"tensors  {len(contents.tensors)} pieces, {values:,} values, {nbytes:,} bytes")
+        lines.append(
+            f"tensors  {len(contents.tensors)} pieces, {values:,} values, {nbytes:,} bytes"
+        )
     shown = contents.tensors[:limit] if limit else contents.tensors
     width = max((len(t.name) for t in shown), default=0)
     for t in shown:
@@ -179,7 +192,9 @@ def _describe_state(state: RunState) -> list[str]:
 def _describe_lineage(lineage: Lineage) -> str:
     if lineage.number == UNKNOWN_LINEAGE:
         return "unknown: made by a release without lineages"
-    past = ", ".join(f"{number} up to version {last}" for number, last in sorted(lineage.past.items()))
+    past = ", ".join(
+        f"{number} up to version {last}" for number, last in sorted(lineage.past.items())
+    )
     return f"{lineage.number}, began with version {lineage.version}; before it: {past or 'none'}"
 
 
@@ -188,7 +203,8 @@ def summarize_checkpoints(directory: Path) -> tuple[list[str], list[str]]:
 
     The learner's files are compared by size only; `inspect_checkpoint` reads them.
     """
-    lines, problems = [], []
+    lines = []
+    problems = []
     checkpoints = CheckpointDirectory(directory)
     for step in checkpoints.list_steps():
         path = checkpoints.step_path(step)
@@ -199,7 +215,10 @@ def summarize_checkpoints(directory: Path) -> tuple[list[str], list[str]]:
             if short:
                 raise CheckpointError(f"{short[0].name}: it is not {short[0].size} bytes long")
             state = opened.state
-            about = f"version {state.version} of lineage {state.lineage.number}, {state.consumed} groups trained"
+            about = (
+                f"version {state.version} of lineage {state.lineage.number}, "
+                f"{state.consumed} groups trained"
+            )
         except (CheckpointError, OSError) as error:
             about = f"BROKEN: {error}"
             problems.append(f"{path}: {error}")

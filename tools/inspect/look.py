@@ -30,15 +30,18 @@ from .sources import (
 from .trajectories import InspectedTrajectory, TrajectoryFilter, iter_tokens
 from .wire import describe_message, read_messages
 
-LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
+LIST_LIMIT = 20
+TOKENS_LIMIT = 1
+TENSORS_LIMIT = 50
+MESSAGES_LIMIT = 5
 
 
 class Inspection(NamedTuple):
     """One answer, printed on `console`.
 
-    Unreadable data is added to `problems`, and the rest is shown. The methods raise `InspectError` for a target that
-    does not exist. Their `limit` is the maximum number of items to show: 0 for all, None for as many as fit a
-    screen.
+    Unreadable data is added to `problems`, and the rest is shown. The methods raise `InspectError`
+    for a target that does not exist. Their `limit` is the maximum number of items to show: 0 for
+    all, None for as many as fit a screen.
     """
 
     console: Console
@@ -47,7 +50,8 @@ class Inspection(NamedTuple):
     """Directory in which runs are found by name."""
 
     def show_target(self, target: str, limit: int | None, json: bool) -> None:
-        """Show the parts of a run, the trajectories of a spool, a checkpoint, a directory of them, or a message."""
+        """Show the parts of a run, the trajectories of a spool, a checkpoint, a directory of
+        them, or a message."""
         found = find_file(target, self.root)
         if found is None:
             self._show_overview(find_run(target, self.root))
@@ -61,12 +65,26 @@ class Inspection(NamedTuple):
             self.show_frames(target, limit, json)
 
     def show_routes(
-        self, run: str, trajectory: str | None, step: int | None, layers: Sequence[int], *, diff: bool, json: bool
+        self,
+        run: str,
+        trajectory: str | None,
+        step: int | None,
+        layers: Sequence[int],
+        *,
+        diff: bool,
+        json: bool,
     ) -> None:
         run_dir = self._find_run(run)
         tokenizer = self._open_tokenizer(run_dir)
         print_routes(
-            run_dir, tokenizer, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json
+            run_dir,
+            tokenizer,
+            self.console,
+            trajectory=trajectory,
+            step=step,
+            layers=layers,
+            diff=diff,
+            json=json,
         )
 
     def verify_routes(self, run: str, json: bool) -> bool:
@@ -74,7 +92,8 @@ class Inspection(NamedTuple):
         return print_verification(self._find_run(run), self.console, json=json)
 
     def _find_run(self, name: str) -> Path:
-        if (found := find_file(name, self.root)) is not None:
+        found = find_file(name, self.root)
+        if found is not None:
             raise InspectError(f"{found} is no run: only a run has routes")
         return find_run(name, self.root)
 
@@ -85,7 +104,7 @@ class Inspection(NamedTuple):
             say(line)
         self.problems.extend(describe_skipped_lines(run_dir))
 
-    # -- trajectories --------------------------------------------------------------------------------------------------
+    # -- trajectories ------------------------------------------------------------------------------
 
     def show_trajectories(
         self,
@@ -107,16 +126,23 @@ class Inspection(NamedTuple):
         run_dir: Path | None
         if spool is None:
             run_dir = find_run(target, self.root)
-            spool, found = run_dir / "spool", read_run_trajectories(run_dir, self.problems.append)
+            spool = run_dir / "spool"
+            found = read_run_trajectories(run_dir, self.problems.append)
             kept_in = [line for line in describe_sources(run_dir) if not line.startswith(" ")]
         else:
             files = list_spool_files(spool)
             if not files:
-                raise InspectError(f"{spool} has no spool file: everything that was accepted is in a checkpoint")
-            run_dir, found = find_containing_run(spool), read_spool(spool, self.problems.append)
+                raise InspectError(
+                    f"{spool} has no spool file: everything that was accepted is in a checkpoint"
+                )
+            run_dir = find_containing_run(spool)
+            found = read_spool(spool, self.problems.append)
             kept_in = [f"{spool}: {len(files)} files"]
         if version is None:
-            version = max(filter(None, (find_newest_version(run_dir), find_newest_sampled(spool))), default=None)
+            version = max(
+                filter(None, (find_newest_version(run_dir), find_newest_sampled(spool))),
+                default=None,
+            )
         kept = (
             seen
             for seen in found
@@ -125,7 +151,9 @@ class Inspection(NamedTuple):
         default = 0 if export else TOKENS_LIMIT if tokens else LIST_LIMIT
         shown = _LimitedIterator(kept, default if limit is None else limit)
         if export:
-            make_printer(self.console)(f"{export}: {write_file(shown, export, version)} trajectories")
+            make_printer(self.console)(
+                f"{export}: {write_file(shown, export, version)} trajectories"
+            )
         elif tokens:
             self._show_tokens(shown, version, self._open_tokenizer(run_dir or Path("none")), json)
         elif json:
@@ -141,23 +169,31 @@ class Inspection(NamedTuple):
         return tokenizer
 
     def _show_tokens(
-        self, shown: Iterable[InspectedTrajectory], version: int | None, tokenizer: RunTokenizer, json: bool
+        self,
+        shown: Iterable[InspectedTrajectory],
+        version: int | None,
+        tokenizer: RunTokenizer,
+        json: bool,
     ) -> None:
         for seen in shown:
             if json:
                 for sample in seen.samples:
-                    write_json_lines(iter_tokens(seen, sample, tokenizer.decode_token), self.console)
+                    write_json_lines(
+                        iter_tokens(seen, sample, tokenizer.decode_token), self.console
+                    )
             else:
                 print_tokens(seen, version, tokenizer.decode_token, self.console)
 
-    # -- messages and checkpoints --------------------------------------------------------------------------------------
+    # -- messages and checkpoints ------------------------------------------------------------------
 
     def show_frames(self, target: str, limit: int | None, json: bool) -> None:
-        """Show the messages of a spool or of one of its files, or of a file with a single message."""
+        """Show the messages of a spool or of one of its files, or of a file with
+        a single message."""
         path = find_file(target, self.root)
         if path is None:
             raise InspectError(
-                f"frames are of a spool or a message, for example of {find_run(target, self.root) / 'spool'}"
+                "frames are of a spool or a message, for example of "
+                f"{find_run(target, self.root) / 'spool'}"
             )
         for file in list_spool_files(path):
             try:
@@ -166,17 +202,25 @@ class Inspection(NamedTuple):
                 self.problems.append(f"{file}: {error.strerror or error}")
 
     def _show_messages(self, path: Path, limit: int, json: bool) -> None:
-        say, hidden = make_printer(self.console), 0
+        say = make_printer(self.console)
+        hidden = 0
         for number, (offset, frames) in enumerate(read_messages(path, self.problems.append)):
             lines, problem = describe_message(frames)
             if problem:
-                self.problems.append(f"{path}: the message at byte {offset} cannot be read: {problem}")
+                self.problems.append(
+                    f"{path}: the message at byte {offset} cannot be read: {problem}"
+                )
             if limit and number >= limit:
                 hidden += 1
                 continue
             size = sum(memoryview(frame).nbytes for frame in frames)
             if json:
-                facts = {"file": str(path), "offset": offset, "bytes": size, "frames": [x.strip() for x in lines]}
+                facts = {
+                    "file": str(path),
+                    "offset": offset,
+                    "bytes": size,
+                    "frames": [x.strip() for x in lines],
+                }
                 write_json_lines([facts | {"problem": problem}], self.console)
                 continue
             say(f"message at byte {offset} of {path}: {len(frames)} frames, {size:,} bytes", "bold")
@@ -191,7 +235,9 @@ class Inspection(NamedTuple):
         if json:
             write_json_lines([seen], self.console)
             return
-        for line in checkpoints.describe_checkpoint(seen, TENSORS_LIMIT if limit is None else limit):
+        for line in checkpoints.describe_checkpoint(
+            seen, TENSORS_LIMIT if limit is None else limit
+        ):
             make_printer(self.console)(line, "bold" if line.startswith("checkpoint") else "")
 
     def _show_checkpoints(self, path: Path) -> None:
@@ -204,10 +250,12 @@ class Inspection(NamedTuple):
 
 
 class _LimitedIterator:
-    """An iterator over the first `limit` of `trajectories` (0: all) that counts the others in `hidden`."""
+    """An iterator over the first `limit` of `trajectories` (0: all) that counts the
+    others in `hidden`."""
 
     def __init__(self, trajectories: Iterable[InspectedTrajectory], limit: int):
-        self._found, self._limit = trajectories, limit
+        self._found = trajectories
+        self._limit = limit
         self.count = self.hidden = 0
 
     def __iter__(self) -> Iterator[InspectedTrajectory]:
@@ -220,12 +268,18 @@ class _LimitedIterator:
 
 
 def describe_run_contents(run_dir: Path) -> list[str]:
-    """Describe a run's trajectories, checkpoints and evaluations for its overview, with the commands to show them."""
+    """Describe a run's trajectories, checkpoints and evaluations for its overview, with the
+    commands to show them."""
     lines = describe_sources(run_dir)
     found, _ = (
-        checkpoints.summarize_checkpoints(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else ([], [])
+        checkpoints.summarize_checkpoints(run_dir / "checkpoints")
+        if (run_dir / "checkpoints").is_dir()
+        else ([], [])
     )
-    lines.append(f"checkpoints: {len(found)}" + (f" (r3async inspect {run_dir / 'checkpoints'})" if found else ""))
+    lines.append(
+        f"checkpoints: {len(found)}"
+        + (f" (r3async inspect {run_dir / 'checkpoints'})" if found else "")
+    )
     lines += [f"  {line}" for line in found[-3:]]
     evaluations = len(read_json_objects(run_dir / EVALUATION_FILE))
     if evaluations:

@@ -1,4 +1,5 @@
-"""Show a trajectory's routes beside the learner's, token by token, and verify that training used the engine's."""
+"""Show a trajectory's routes beside the learner's, token by token, and verify that training
+used the engine's."""
 
 from __future__ import annotations
 
@@ -68,15 +69,26 @@ def describe_route_traces(run_dir: Path) -> list[str]:
     count = len({entry.facts["trajectory_id"] for entry in index.trained_entries})
     return [
         f"routes: {count} trajector{'y' if count == 1 else 'ies'} of {_format_steps(steps)}",
-        f"  inspect routes                            token by token: {shown['trajectory_id']} of step {shown['step']}",
-        "  inspect routes --step N --trajectory ID   another one; --layer L, --diff: less of it; --json: for programs",
-        "  inspect verify                            compare all that was kept with the engine's own record",
+        (
+            f"  inspect routes                            token by token: {shown['trajectory_id']} "
+            f"of step {shown['step']}"
+        ),
+        (
+            "  inspect routes --step N --trajectory ID   another one; --layer L, --diff: less of "
+            "it; --json: for programs"
+        ),
+        (
+            "  inspect verify                            compare all that was kept with the "
+            "engine's own record"
+        ),
         *index.problems,
     ]
 
 
 def _format_steps(steps: Sequence[int]) -> str:
-    low, high, count = min(steps), max(steps), len(set(steps))
+    low = min(steps)
+    high = max(steps)
+    count = len(set(steps))
     return f"step {low}" if count == 1 else f"{count} steps ({low} to {high})"
 
 
@@ -96,14 +108,17 @@ def _open_index(run_dir: Path) -> RouteIndex:
 
 
 def choose_entries(index: RouteIndex, trajectory: str | None, step: int | None) -> list[RouteEntry]:
-    """Return all samples of one trajectory: the named one, or the first of `step` or of the last traced step."""
+    """Return all samples of one trajectory: the named one, or the first of `step` or of the
+    last traced step."""
     entries = index.trained_entries
     if step is not None:
         entries = [e for e in entries if e.facts["step"] == step]
         steps = sorted({e.facts["step"] for e in index.trained_entries})
         if not entries:
             close = min(steps, key=lambda s: abs(s - step))
-            raise InspectError(f"no routes of step {step} were kept; the nearest step that has some is {close}")
+            raise InspectError(
+                f"no routes of step {step} were kept; the nearest step that has some is {close}"
+            )
     if trajectory is None:
         step = step or entries[-1].facts["step"]
         trajectory = next(e.facts["trajectory_id"] for e in entries if e.facts["step"] == step)
@@ -112,12 +127,15 @@ def choose_entries(index: RouteIndex, trajectory: str | None, step: int | None) 
         known = list(dict.fromkeys(e.facts["trajectory_id"] for e in entries))
         of = f" of step {step}" if step is not None else ""
         raise InspectError(
-            f"no routes of trajectory {trajectory!r}{of} were kept; {suggest_nearest(trajectory, known)}"
+            f"no routes of trajectory {trajectory!r}{of} were kept; "
+            f"{suggest_nearest(trajectory, known)}"
         )
     return chosen
 
 
-def make_token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence[int]) -> list[TokenRoutes]:
+def make_token_routes(
+    sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence[int]
+) -> list[TokenRoutes]:
     """Return every token of the sample with its routes in these layers."""
     trained = sample.trained_routes
     of = label_token_roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
@@ -133,7 +151,9 @@ def make_token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Seq
             layers=[
                 LayerRoutes(
                     layer=layer,
-                    engine=sample.engine_experts[at, layer].tolist() if sample.recorded[at] else None,
+                    engine=sample.engine_experts[at, layer].tolist()
+                    if sample.recorded[at]
+                    else None,
                     own=trained.own[at, layer].tolist(),
                     used=trained.used[at, layer].tolist(),
                     agree=bool(sample.agrees[at, layer]) if sample.recorded[at] else None,
@@ -177,7 +197,9 @@ def print_routes(
             _print_sample(sample, shown, len(layers) > 0, console)
 
 
-def _print_sample(sample: TracedSample, rows: Sequence[TokenRoutes], has_layers: bool, console: Console) -> None:
+def _print_sample(
+    sample: TracedSample, rows: Sequence[TokenRoutes], has_layers: bool, console: Console
+) -> None:
     say = make_printer(console)
     _print_header(sample, console, say)
     if not rows:
@@ -188,47 +210,68 @@ def _print_sample(sample: TracedSample, rows: Sequence[TokenRoutes], has_layers:
     widths = [max(len(head), *(len(line[i]) for line in cells)) for i, head in enumerate(heads)]
     wide = len(_format_token(rows[0])) + sum(widths) + 2 * len(widths) > console.width
     if wide and not has_layers:
-        heads, widths = ["layers that agree; those that do not"], [0]
+        heads = ["layers that agree; those that do not"]
+        widths = [0]
         cells = [[_format_agreement(row)] for row in rows]
         say("too many layers for this width; --layer L shows the experts of one")
     else:
         say(
-            "experts of the engine; 3>5: of these the learner's router would replace 3 by 5; [3]: its own, none recorded"
+            "experts of the engine; 3>5: of these the learner's router would replace 3 by 5; [3]: "
+            "its own, none recorded"
         )
     titles = "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))
-    say(f"{'pos':>5} {'token':<{TOKEN_TEXT_CELLS}} {'role':<11} {'ver':>4}  {titles}".rstrip(), "bold")
+    say(
+        f"{'pos':>5} {'token':<{TOKEN_TEXT_CELLS}} {'role':<11} {'ver':>4}  {titles}".rstrip(),
+        "bold",
+    )
     for row, line in zip(rows, cells, strict=True):
         text = Text(_format_token(row))
         for cell, width, routes in zip(line, widths, row.layers, strict=False):
             differs = routes.agree is False or (wide and not has_layers and row.disagrees)
-            text.append(f"  {cell.ljust(width)}", "bold red" if differs else "dim" if routes.engine is None else "")
+            text.append(
+                f"  {cell.ljust(width)}",
+                "bold red" if differs else "dim" if routes.engine is None else "",
+            )
         text.rstrip()
         say(text)
 
 
 def _print_header(sample: TracedSample, console: Console, print_line: Callable[..., None]) -> None:
-    trained, recorded = sample.trained_routes, sample.recorded
+    trained = sample.trained_routes
+    recorded = sample.recorded
     tokens, layers, top_k = trained.used.shape
     print_line(f"sample {trained.sample_id} of step {trained.step}", "bold")
-    print_line(f"{tokens} tokens, {int(trained.loss_mask.sum())} sampled; {layers} MoE layers, {top_k} experts a token")
+    print_line(
+        f"{tokens} tokens, {int(trained.loss_mask.sum())} sampled; {layers} MoE layers, "
+        f"{top_k} experts a token"
+    )
     if not sample.has_engine_record:
         print_line(
-            "the engine's record of these tokens is not among the files: only the learner's routes can be shown",
+            (
+                "the engine's record of these tokens is not among the files: only the learner's "
+                "routes can be shown"
+            ),
             "yellow",
         )
         return
     agree = sample.agrees[recorded]
     everywhere = format_percent(float(agree.mean())) if agree.size else "-"
     share = format_percent(float(recorded.mean()))
-    print_line(f"recorded {int(recorded.sum())} of {tokens} positions ({share}); agreement {everywhere}")
+    print_line(
+        f"recorded {int(recorded.sum())} of {tokens} positions ({share}); agreement {everywhere}"
+    )
     if agree.size and layers > 1:
-        by_layer = "  ".join(f"{layer}: {100 * value:.0f}" for layer, value in enumerate(agree.mean(axis=0)))
+        by_layer = "  ".join(
+            f"{layer}: {100 * value:.0f}" for layer, value in enumerate(agree.mean(axis=0))
+        )
         console.print(Text(f"by layer, %:  {by_layer}"), highlight=False)
 
 
 def _format_token(row: TokenRoutes) -> str:
     version = "-" if row.version is None else str(row.version)
-    return f"{row.position:>5} {fit_to_cells(row.text, TOKEN_TEXT_CELLS)} {row.role:<11} {version:>4}"
+    return (
+        f"{row.position:>5} {fit_to_cells(row.text, TOKEN_TEXT_CELLS)} {row.role:<11} {version:>4}"
+    )
 
 
 def _format_experts(routes: LayerRoutes) -> str:
@@ -237,7 +280,8 @@ def _format_experts(routes: LayerRoutes) -> str:
     text = " ".join(map(str, sorted(routes.engine)))
     if routes.agree:
         return text
-    left, joined = sorted(set(routes.engine) - set(routes.own)), sorted(set(routes.own) - set(routes.engine))
+    left = sorted(set(routes.engine) - set(routes.own))
+    joined = sorted(set(routes.own) - set(routes.engine))
     return f"{text}  {','.join(map(str, left))}>{','.join(map(str, joined))}"
 
 
@@ -251,17 +295,22 @@ def _format_agreement(row: TokenRoutes) -> str:
 
 
 def print_verification(run_dir: Path, console: Console, *, json: bool = False) -> bool:
-    """Compare everything that was kept with the engine's record, and report. Returns True if all of it is equal."""
+    """Compare everything that was kept with the engine's record, and report. Returns True if
+    all of it is equal."""
     index = _open_index(run_dir)
     replay = read_run_config(run_dir).get("routing", {}).get("replay")
     if replay in ("learner", "off"):
         raise InspectError(
-            f'{run_dir} was trained with routing.replay="{replay}": the routes used are the learner\'s own, and not meant '
-            "to be the engine's; `inspect routes` compares the two"
+            f'{run_dir} was trained with routing.replay="{replay}": the routes used are the '
+            "learner's own, and not meant to be the engine's; `inspect routes` compares the two"
         )
     result = verify_routes(index)
     if json:
-        facts = {**msgspec.to_builtins(result), "verified": result.is_verified, "problems": index.problems}
+        facts = {
+            **msgspec.to_builtins(result),
+            "verified": result.is_verified,
+            "problems": index.problems,
+        }
         write_json_lines([facts], console)
         return result.is_verified
 
@@ -272,12 +321,22 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
     say(f"{result.samples} samples of {steps}; a row is one position in one MoE layer")
     say(f"equal       {result.equal:>12,}  rows that training used as the engine had chosen them")
     say(f"different   {result.different:>12,}", "bold red" if result.different else "")
-    say(f"unrecorded  {result.unrecorded:>12,}  rows that the engine did not return; there the router chose by itself")
+    say(
+        f"unrecorded  {result.unrecorded:>12,}  rows that the engine did not return; there the "
+        "router chose by itself"
+    )
     if result.first is not None:
         say(f"first difference: {result.first.to_text()}", "bold red")
     if result.unmatched:
-        count, first = len(result.unmatched), result.unmatched[0]
-        say(f"{count} samples are not in the engine's record as they were trained; the first is {first}", "bold red")
+        count = len(result.unmatched)
+        first = result.unmatched[0]
+        say(
+            (
+                f"{count} samples are not in the engine's record as they were trained; the "
+                f"first is {first}"
+            ),
+            "bold red",
+        )
     if result.is_verified:
         say("every recorded route was used in training as the engine chose it", "green")
     elif not result.different and not result.unmatched:

@@ -26,7 +26,9 @@ def is_checkpoint(path: Path) -> bool:
 
 def is_run(path: Path) -> bool:
     """Return whether the path is a run. A checkpoint has a `config.toml` too, but is not a run."""
-    return not is_checkpoint(path) and any((path / part).is_file() for part in ("config.toml", "events.jsonl"))
+    return not is_checkpoint(path) and any(
+        (path / part).is_file() for part in ("config.toml", "events.jsonl")
+    )
 
 
 def fit_to_cells(text: str, cells: int) -> str:
@@ -38,11 +40,16 @@ def fit_to_cells(text: str, cells: int) -> str:
 
 
 def find_file(name: str, root: Path) -> Path | None:
-    """Find a file, or a part of a run: its spool, its checkpoints, or one of them. Returns None for anything else."""
+    """Find a file, or a part of a run: its spool, its checkpoints, or one of them. Returns None
+    for anything else."""
     for path in (Path(name), root / name):
         if path.is_file():
             return path
-        part = path.name in ("spool", "quarantine", "checkpoints") or is_checkpoint(path) or any(path.glob("*.spool"))
+        part = (
+            path.name in ("spool", "quarantine", "checkpoints")
+            or is_checkpoint(path)
+            or any(path.glob("*.spool"))
+        )
         if path.is_dir() and part and not is_run(path):
             return path
     return None
@@ -58,7 +65,8 @@ def find_run(name: str, root: Path) -> Path:
             return path
     if Path(name).is_dir():
         raise InspectError(
-            f"{name} is not the directory of a run (there is neither config.toml nor events.jsonl in it)"
+            f"{name} is not the directory of a run (there is neither config.toml nor "
+            "events.jsonl in it)"
         )
     names = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
     raise InspectError(f"no run {name!r}; {suggest_nearest(Path(name).name, names)}")

@@ -49,7 +49,8 @@ def list_spool_files(path: Path) -> list[Path]:
 
 
 def read_spool(path: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
-    """Yield the trajectories of a spool file, or of all files of a directory. One that was written twice comes once."""
+    """Yield the trajectories of a spool file, or of all files of a directory. One that was written
+    twice comes once."""
     known: set[tuple[int, str]] = set()
     for file in list_spool_files(path):
         try:
@@ -59,12 +60,16 @@ def read_spool(path: Path, report_problem: ReportProblem) -> Iterator[InspectedT
             continue
         for record in SPOOL_FORMAT.iter_records(view):
             if isinstance(record, TornRecord):
-                report_problem(f"{file}: from byte {record.offset} on there is no record: {record.reason}")
+                report_problem(
+                    f"{file}: from byte {record.offset} on there is no record: {record.reason}"
+                )
                 continue
             try:
                 trajectory = load_record(record, SCHEMA).trajectory
             except WireError as error:
-                report_problem(f"{file}: the record at byte {record.offset} cannot be read: {error}")
+                report_problem(
+                    f"{file}: the record at byte {record.offset} cannot be read: {error}"
+                )
                 continue
             name = (trajectory.group_index, trajectory.trajectory_id)
             if name not in known:
@@ -73,7 +78,8 @@ def read_spool(path: Path, report_problem: ReportProblem) -> Iterator[InspectedT
 
 
 def read_traces(run_dir: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
-    """Yield the trajectories of the samples that `routing.trace` kept, in the order of their steps."""
+    """Yield the trajectories of the samples that `routing.trace` kept, in the
+    order of their steps."""
     index = RouteIndex(run_dir)
     for text in index.problems:
         report_problem(text)
@@ -100,11 +106,18 @@ def read_traces(run_dir: Path, report_problem: ReportProblem) -> Iterator[Inspec
 def read_episodes(run_dir: Path) -> Iterator[InspectedTrajectory]:
     """Yield the conversations that the conductor kept, the first two of each step."""
     path = run_dir / "episodes.jsonl"
-    return (seen for line in read_json_objects(path) if (seen := convert_episode_line(line, str(path))) is not None)
+    return (
+        seen
+        for line in read_json_objects(path)
+        if (seen := convert_episode_line(line, str(path))) is not None
+    )
 
 
-def read_run_trajectories(run_dir: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
-    """Yield all trajectories that the run holds: waiting ones, then trained ones, then conversations."""
+def read_run_trajectories(
+    run_dir: Path, report_problem: ReportProblem
+) -> Iterator[InspectedTrajectory]:
+    """Yield all trajectories that the run holds: waiting ones, then trained ones,
+    then conversations."""
     yield from read_spool(run_dir / "spool", report_problem)
     yield from read_traces(run_dir, report_problem)
     yield from read_episodes(run_dir)
@@ -126,7 +139,10 @@ def find_newest_version(run_dir: Path | None) -> int | None:
 
 def find_newest_sampled(path: Path) -> int | None:
     """Return the newest version that sampled any token of a spool."""
-    return max((seen.version_range[1] for seen in read_spool(path, lambda _: None) if seen.version_range), default=None)
+    return max(
+        (seen.version_range[1] for seen in read_spool(path, lambda _: None) if seen.version_range),
+        default=None,
+    )
 
 
 def find_containing_run(path: Path) -> Path | None:
@@ -135,11 +151,23 @@ def find_containing_run(path: Path) -> Path | None:
 
 
 def describe_refused(run_dir: Path) -> list[str]:
-    """Describe the accepted trajectories that could not be trained, in one line; no line if there are none."""
+    """Describe the accepted trajectories that could not be trained, in one line; no line
+    if there are none."""
     kept = list_spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
     size = sum(path.lstat().st_size for path in kept)
-    where = f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
-    return [f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} bytes ({where})"] if kept else []
+    where = (
+        f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
+    )
+    return (
+        [
+            (
+                f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} "
+                f"bytes ({where})"
+            )
+        ]
+        if kept
+        else []
+    )
 
 
 def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
@@ -148,11 +176,16 @@ def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
     if not tasks:
         return []
     lines = [
-        f"quarantined tasks: {len(tasks)} ({QUARANTINE_FILE}); every episode of them failed, and they are not used again"
+        (
+            f"quarantined tasks: {len(tasks)} ({QUARANTINE_FILE}); every episode of them failed, "
+            "and they are not used again"
+        )
     ]
     for task in tasks[:limit]:
         last = next((line for line in task.error.splitlines()[::-1] if line.strip()), "")
-        why = f"group {task.group} failed by the {task.failed_by}: {fit_to_cells(last, 120).rstrip()}"
+        why = (
+            f"group {task.group} failed by the {task.failed_by}: {fit_to_cells(last, 120).rstrip()}"
+        )
         lines.append(f"  task seed {task.task_seed}: {why}")
     return lines + ([f"  and {len(tasks) - limit} more"] if len(tasks) > limit else [])
 
@@ -166,14 +199,18 @@ def describe_skipped_lines(run_dir: Path) -> list[str]:
             told.append(f"{file} cannot be read: {error}")
         elif numbers:
             told.append(
-                f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the first is line {numbers[0]}"
+                f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the "
+                f"first is line {numbers[0]}"
             )
     return told
 
 
 def _describe_config_event(event: dict[str, Any]) -> str:
     if "settings" in event:
-        return f"{event['file']}: settings of another type than this release has are passed over: {event['settings']}"
+        return (
+            f"{event['file']}: settings of another type than this release has are passed over: "
+            f"{event['settings']}"
+        )
     error = f" ({event['error']})" if "error" in event else ""
     return f"{event['file']} cannot be read{error}: the settings are not known"
 
@@ -191,13 +228,25 @@ def describe_sources(run_dir: Path) -> list[str]:
         size = sum(path.lstat().st_size for path in spooled)
         spool = f"{len(spooled)} files, {size:,} bytes, of groups that no checkpoint has trained"
     else:
-        spool = f'none (`buffer.durability` is "{durability}"; "disk" keeps what waits to be trained)'
-    more = "" if trace == "all" else f' (`routing.trace` is "{trace}"; "all" keeps every one of an MoE model)'
+        spool = (
+            f'none (`buffer.durability` is "{durability}"; "disk" keeps what waits to be trained)'
+        )
+    more = (
+        ""
+        if trace == "all"
+        else f' (`routing.trace` is "{trace}"; "all" keeps every one of an MoE model)'
+    )
     return [
         f"spool: {spool}",
         *describe_refused(run_dir),
         f"traces: {traced} trained trajectories, token by token{more}",
         f"conversations: {episodes} (episodes.jsonl), without tokens",
-        "  inspect trajectories                      list all of them; --reward-below, --age-above, --turns: fewer",
-        "  inspect trajectories --tokens             one token a line; --export FILE.jsonl or FILE.parquet: for programs",
+        (
+            "  inspect trajectories                      list all of them; --reward-below, "
+            "--age-above, --turns: fewer"
+        ),
+        (
+            "  inspect trajectories --tokens             one token a line; --export FILE.jsonl or "
+            "FILE.parquet: for programs"
+        ),
     ]

@@ -1,4 +1,5 @@
-"""Trajectories in the form that `r3async inspect` shows, from a spool, traces of training, or kept conversations."""
+"""Trajectories in the form that `r3async inspect` shows, from a spool, traces of training, or
+kept conversations."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from r3async.record.routes import TrainedRoutes, parse_episode_id
 TrajectorySource = Literal["spool", "trace", "episode"]
 """Source of a trajectory.
 
-`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`. `episode`: trained,
-with only the conversation kept.
+`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`.
+`episode`: trained, with only the conversation kept.
 """
 
 
@@ -25,8 +26,9 @@ class InspectedSample(msgspec.Struct):
     """A sample of an inspected trajectory.
 
     Attributes:
-        columns: Columns by name, all of one length `T`: the known ones of `tokens.SCHEMA`, and for traces also
-            `learner_logprobs` and `advantages` float32 `[T]`, and `learner_experts` `[T, L, K]`.
+        columns: Columns by name, all of one length `T`: the known ones of `tokens.SCHEMA`, and
+            for traces also `learner_logprobs` and `advantages` float32 `[T]`, and
+            `learner_experts` `[T, L, K]`.
     """
 
     sample_id: str
@@ -39,7 +41,8 @@ class InspectedTrajectory(msgspec.Struct, kw_only=True):
 
     Attributes:
         where: The file that holds it.
-        learner_version: Version of the weights that were trained with it, from which its age counts.
+        learner_version: Version of the weights that were trained with it, from
+            which its age counts.
     """
 
     source: TrajectorySource
@@ -78,20 +81,34 @@ class InspectedTrajectory(msgspec.Struct, kw_only=True):
         return (int(every.min()), int(every.max())) if len(every) else None
 
     def compute_staleness(self, version: int | None) -> int | None:
-        """Return the age of its oldest sampled token in versions, at the step that trained it or else at `version`."""
+        """Return the age of its oldest sampled token in versions, at the step that trained it or
+        else at `version`."""
         at = self.learner_version if self.learner_version is not None else version
         return None if at is None or self.version_range is None else at - self.version_range[0]
 
     def to_facts(self, version: int | None) -> dict[str, Any]:
         """Return everything but the tokens and the text."""
         low, high = self.version_range or (None, None)
-        kept = {n: getattr(self, n) for n in self.__struct_fields__ if n not in ("turns", "samples", "preview")}
-        figures = {"turns": len(self.turns), "tokens": self.token_count, "sampled": self.sampled_tokens}
-        return kept | figures | {"version_min": low, "version_max": high, "age": self.compute_staleness(version)}
+        kept = {
+            n: getattr(self, n)
+            for n in self.__struct_fields__
+            if n not in ("turns", "samples", "preview")
+        }
+        figures = {
+            "turns": len(self.turns),
+            "tokens": self.token_count,
+            "sampled": self.sampled_tokens,
+        }
+        return (
+            kept
+            | figures
+            | {"version_min": low, "version_max": high, "age": self.compute_staleness(version)}
+        )
 
 
 class TrajectoryFilter(msgspec.Struct, frozen=True):
-    """A selection of trajectories; None selects all. An unknown value is never below, above, or of a step."""
+    """A selection of trajectories; None selects all. An unknown value is never below,
+    above, or of a step."""
 
     reward_below: float | None = None
     age_above: int | None = None
@@ -108,7 +125,10 @@ class TrajectoryFilter(msgspec.Struct, frozen=True):
         age = trajectory.compute_staleness(version) if self.age_above is not None else None
         names = {trajectory.trajectory_id, *(sample.sample_id for sample in trajectory.samples)}
         return (
-            (self.reward_below is None or (trajectory.reward is not None and trajectory.reward < self.reward_below))
+            (
+                self.reward_below is None
+                or (trajectory.reward is not None and trajectory.reward < self.reward_below)
+            )
             and (self.age_above is None or (age is not None and age > self.age_above))
             and (self.turns is None or len(trajectory.turns) >= self.turns)
             and (self.trajectory is None or self.trajectory in names)
@@ -118,14 +138,25 @@ class TrajectoryFilter(msgspec.Struct, frozen=True):
 
 def convert_trajectory(trajectory: Trajectory, file: str) -> InspectedTrajectory:
     """Convert a trajectory that came over the wire."""
-    names = ("trajectory_id", "group_index", "episode_index", "task_seed", "generator_id", "stop_reason", "lineage")
+    names = (
+        "trajectory_id",
+        "group_index",
+        "episode_index",
+        "task_seed",
+        "generator_id",
+        "stop_reason",
+        "lineage",
+    )
     return InspectedTrajectory(
         source="spool",
         where=file,
         **{name: getattr(trajectory, name) for name in names},
         reward=trajectory.reward,
         turns=trajectory.turns,
-        samples=[InspectedSample(s.sample_id, dict(s.table.items()), s.temperature) for s in trajectory.samples],
+        samples=[
+            InspectedSample(s.sample_id, dict(s.table.items()), s.temperature)
+            for s in trajectory.samples
+        ],
         preview=trajectory.preview,
         started_at=trajectory.started_at,
         finished_at=trajectory.finished_at,
@@ -140,7 +171,8 @@ def convert_trained_routes(
     """Convert the samples of one trajectory that a step trained.
 
     Args:
-        samples: At least one sample, each with the engine's rows of it and a mask of the recorded ones, if known.
+        samples: At least one sample, each with the engine's rows of it and a mask of the
+            recorded ones, if known.
     """
     seen: list[InspectedSample] = []
     turns: list[Turn] = []
@@ -192,7 +224,8 @@ def convert_episode_line(line: dict[str, Any], file: str) -> InspectedTrajectory
     which = parse_episode_id(trajectory)
     if exchanges is None:
         return None
-    turns, preview = [], []
+    turns = []
+    preview = []
     for index, turn in enumerate(exchanges):
         turns.append(Turn(index, 0, 0, 0, finite_or_none(turn.get("reward")) or 0.0, ""))
         preview.append({"role": "user", "content": str(turn.get("user") or "")})
@@ -243,8 +276,11 @@ def iter_tokens(
         decode_token: Returns the text of a token.
     """
     columns = sample.columns
-    recorded, learner, rewards = (columns.get(n) for n in ("routing_recorded", "learner_logprobs", "rewards"))
-    turn, experts = columns.get("turn"), columns.get("routed_experts")
+    recorded, learner, rewards = (
+        columns.get(n) for n in ("routing_recorded", "learner_logprobs", "rewards")
+    )
+    turn = columns.get("turn")
+    experts = columns.get("routed_experts")
     for at, token in enumerate(columns["token_ids"].tolist()):
         sampled = bool(columns["loss_mask"][at])
         yield InspectedToken(
@@ -256,8 +292,12 @@ def iter_tokens(
             loss_mask=sampled,
             logprob=float(columns["rollout_logprobs"][at]) if sampled else None,
             learner_logprob=float(learner[at]) if sampled and learner is not None else None,
-            version=int(columns["policy_version"][at]) if columns["policy_version"][at] >= 0 else None,
+            version=int(columns["policy_version"][at])
+            if columns["policy_version"][at] >= 0
+            else None,
             turn=int(turn[at]) if turn is not None and turn[at] >= 0 else None,
             reward=None if rewards is None else float(rewards[at]),
-            routes=experts[at].tolist() if experts is not None and recorded is not None and recorded[at] else None,
+            routes=experts[at].tolist()
+            if experts is not None and recorded is not None and recorded[at]
+            else None,
         )

@@ -28,10 +28,13 @@ AddressOption = Annotated[
         show_default="RAY_API_SERVER_ADDRESS, RAY_ADDRESS, http://127.0.0.1:8265",
     ),
 ]
-TokenOption = Annotated[str, typer.Option("--token-file", help="the cluster's token", show_default="as Ray finds it")]
+TokenOption = Annotated[
+    str, typer.Option("--token-file", help="the cluster's token", show_default="as Ray finds it")
+]
 JobArgument = Annotated[str, typer.Argument(help="a job's id, or the name of its run")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
+    list[str] | None,
+    typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False),
 ]
 
 
@@ -44,33 +47,48 @@ app = typer.Typer(
 
 @contextmanager
 def _open_jobs(address: str, token_file: str) -> Iterator[ClusterJobs]:
-    """Open the cluster's jobs; a request that fails or is refused is one line on stderr and exit code 2."""
+    """Open the cluster's jobs; a request that fails or is refused is one line on stderr
+    and exit code 2."""
     from .jobs import ClusterJobs, SubmitError
 
     try:
         yield ClusterJobs(address, token_file)
     except SubmitError as error:
-        SafeConsole(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(
+            str(error), style="bold red", highlight=False, markup=False, soft_wrap=True
+        )
         raise typer.Exit(2) from error
 
 
 @app.command(
-    name="run", hidden=True, epilog="Example: r3async submit quickstart seed=1 name=night --address http://HEAD:8265"
+    name="run",
+    hidden=True,
+    epilog="Example: r3async submit quickstart seed=1 name=night --address http://HEAD:8265",
 )
 def submit(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file in this folder")],
     overrides: OverridesArgument = None,
     address: AddressOption = "",
     token_file: TokenOption = "",
-    follow: Annotated[bool, typer.Option("--follow/--detach", help="show the log until the job ends")] = True,
+    follow: Annotated[
+        bool, typer.Option("--follow/--detach", help="show the log until the job ends")
+    ] = True,
     runs: Annotated[
-        Path, typer.Option(help="where run directories are made; every node must see it", envvar=RUNS_VARIABLE)
+        Path,
+        typer.Option(
+            help="where run directories are made; every node must see it", envvar=RUNS_VARIABLE
+        ),
     ] = DEFAULT_RUNS_DIRECTORY,
     name: Annotated[str, typer.Option("--id", help="of the job", show_default="Ray's")] = "",
-    check: Annotated[bool, typer.Option("--check/--no-check", help="refuse what cannot fit the cluster")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="refuse what cannot fit the cluster")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show the job, and submit nothing")
+    ] = False,
 ) -> None:
-    """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
+    """Package this folder (without what .gitignore and .rayignore name) and train
+    PRESET as a job."""
     from ..preflight import check_dry_run
     from .jobs import make_package
 
@@ -79,16 +97,23 @@ def submit(
     for note in start.notes:
         echo_printable(note, err=True)
     package = make_package(config, preset, overrides or [], runs=runs)
-    if left_out := package.describe_likely_secrets():
+    left_out = package.describe_likely_secrets()
+    if left_out:
         echo_printable(left_out, err=True)
     if dry_run:
-        echo_printable(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
+        echo_printable(
+            json.dumps(
+                {"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2
+            )
+        )
         return
     with _open_jobs(address or config.cluster.address, token_file) as jobs:
         if check:
             _check_cluster_fit(start.plan, config, jobs)
         job = jobs.submit_job(package, name, lambda text: echo_printable(text, err=True))
-        echo_printable(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
+        echo_printable(
+            f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True
+        )
         if follow:
             _follow_job(jobs, job)
         echo_printable(job)
@@ -101,7 +126,8 @@ def _check_cluster_fit(plan: Any, config: Any, jobs: Any) -> None:
     fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
     if fit.problems:
         raise SubmitError(
-            "\n".join(f"does not fit: {p}" for p in fit.problems) + "\n(--no-check submits it all the same)"
+            "\n".join(f"does not fit: {p}" for p in fit.problems)
+            + "\n(--no-check submits it all the same)"
         )
 
 
@@ -112,10 +138,16 @@ def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
     try:
         status = jobs.follow_log(job, write_log)
     except KeyboardInterrupt:
-        echo_printable(f"\nthe job keeps running; `r3async submit stop {job}` ends it in order", err=True)
+        echo_printable(
+            f"\nthe job keeps running; `r3async submit stop {job}` ends it in order", err=True
+        )
         raise typer.Exit(130) from None
     # Ray's message about a failed command repeats the end of the log, which was already shown.
-    message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]
+    message = (
+        status["message"]
+        if "setup failed" in status["message"]
+        else status["message"].partition("\n")[0]
+    )
     echo_printable(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
     sys.stdout.flush()
     raise typer.Exit(STATUS_EXIT_CODES[status["status"]])
@@ -143,7 +175,9 @@ def list_jobs(address: AddressOption = "", token_file: TokenOption = "") -> None
 @app.command(epilog="Example: r3async submit logs night --follow")
 def logs(
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="until it ends, with its exit code")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", help="until it ends, with its exit code")
+    ] = False,
     address: AddressOption = "",
     token_file: TokenOption = "",
 ) -> None:
@@ -167,7 +201,9 @@ def stop(
         job = jobs.find_job(job)
         asked = jobs.stop_job(job)
         found = jobs.wait_ended(job, wait)
-    echo_printable(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
+    echo_printable(
+        f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}"
+    )
 
 
 def cluster(

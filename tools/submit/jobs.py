@@ -1,8 +1,10 @@
-"""Submit a run as a job of a Ray cluster, with Ray's `JobSubmissionClient` like `ray job submit`: `r3async submit`.
+"""Submit a run as a job of a Ray cluster, with Ray's `JobSubmissionClient` like `ray job submit`:
+`r3async submit`.
 
-The job's command is `r3async train …`, so whatever works there works here. In addition, the job finds its Python
-(`launch.py`), the folder is packaged without files that a job never needs, models and run directories get paths that
-outlive the package, and Ray gets the time that the run may need to stop in order.
+The job's command is `r3async train …`, so whatever works there works here. In addition, the job
+finds its Python (`launch.py`), the folder is packaged without files that a job never needs, models
+and run directories get paths that outlive the package, and Ray gets the time that the run may need
+to stop in order.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ AGENT_SECONDS = 30.0
 NO_AGENT_MESSAGE = "No available agent"
 """Message of the dashboard while the agent that starts jobs is not up."""
 STATUS_EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
-"""Exit code of `submit` for each final status of the job; 2 is a mistake of the command line, as everywhere."""
+"""Exit code of `submit` for each final status of the job; 2 is a mistake of the command
+line, as everywhere."""
 
 
 class SubmitError(RuntimeError):
@@ -63,7 +66,8 @@ class JobPackage(msgspec.Struct, frozen=True):
     """The contents of a job: its shell command and Ray's runtime environment.
 
     Attributes:
-        likely_secrets: Files and directories of the folder that are left out, because they are likely to hold keys.
+        likely_secrets: Files and directories of the folder that are left out, because they are
+            likely to hold keys.
     """
 
     entrypoint: str
@@ -77,16 +81,17 @@ class JobPackage(msgspec.Struct, frozen=True):
         names = ", ".join(self.likely_secrets[:MAX_SECRETS_SHOWN])
         more = len(self.likely_secrets) - MAX_SECRETS_SHOWN
         return (
-            f"not packaged, because the names are those of keys: {names}{f' and {more} more' * (more > 0)}. If your code "
-            "needs one, rename it, or name its path on a disk that all nodes see"
+            "not packaged, because the names are those of keys: "
+            f"{names}{f' and {more} more' if more > 0 else ''}. If your code needs one, rename it, "
+            "or name its path on a disk that all nodes see"
         )
 
 
 def compute_stop_seconds(config: Config) -> int:
     """Return the seconds that Ray waits between SIGTERM and SIGKILL when the job is stopped.
 
-    They are the time that `train` gives the actors, plus the time to leave Ray. Ray's own default is 3 s, in which
-    no model is saved.
+    They are the time that `train` gives the actors, plus the time to leave Ray. Ray's own default
+    is 3 s, in which no model is saved.
     """
     return math.ceil(4 * config.supervise.stop_grace_seconds + SHUTDOWN_SECONDS)
 
@@ -102,19 +107,25 @@ def make_package(
 ) -> JobPackage:
     """Make the job that trains `preset` with `overrides`, from `directory` (the current one).
 
-    Run directories are made in `runs` (by default `get_runs_directory`), which every node that trains must see. A
-    local `model.path` or `transport.keys` is passed as an absolute path, because weights and keys are not packaged.
-    Raises `ConfigError` for a file outside the folder, and for a folder that has another module named `r3async`.
+    Run directories are made in `runs` (by default `get_runs_directory`), which every node that
+    trains must see. A local `model.path` or `transport.keys` is passed as an absolute path, because
+    weights and keys are not packaged. Raises `ConfigError` for a file outside the folder, and for a
+    folder that has another module named `r3async`.
     """
     directory = (directory or Path.cwd()).absolute()
     if preset.endswith(".toml"):
         path = Path(preset).absolute()
         if not path.is_relative_to(directory):
-            raise ConfigError(f"{preset} is outside of {directory}, which is what the job gets: copy it there")
+            raise ConfigError(
+                f"{preset} is outside of {directory}, which is what the job gets: copy it there"
+            )
         preset = str(path.relative_to(directory))
     _refuse_hidden_module(directory)
     words = ["-m", "r3async", "train", preset, *overrides]
-    for setting, place in (("model.path", config.model.path), ("transport.keys", config.transport.keys)):
+    for setting, place in (
+        ("model.path", config.model.path),
+        ("transport.keys", config.transport.keys),
+    ):
         if place and Path(place).is_dir() and not Path(place).is_absolute():
             words.append(f"{setting}={Path(place).absolute()}")
     environment = {
@@ -126,17 +137,23 @@ def make_package(
     secrets = find_likely_secrets(directory, skipped=UNPACKED_DIRECTORIES)
     runtime_env = {
         "working_dir": str(directory),
-        "excludes": [*EXCLUDE_PATTERNS, *_find_own_output(directory), *map(make_exclude_pattern, secrets)],
+        "excludes": [
+            *EXCLUDE_PATTERNS,
+            *_find_own_output(directory),
+            *map(make_exclude_pattern, secrets),
+        ],
         "env_vars": environment,
     }
-    return JobPackage(make_entrypoint(words, needs="import r3async.tools.cli"), runtime_env, secrets)
+    return JobPackage(
+        make_entrypoint(words, needs="import r3async.tools.cli"), runtime_env, secrets
+    )
 
 
 def _find_own_output(directory: Path) -> list[str]:
     """Return the files of the folder that receive our own output.
 
-    Ray names a package by its contents, which it reads more than once: a file that grows in between makes a job
-    request a package that does not exist.
+    Ray names a package by its contents, which it reads more than once: a file that grows in between
+    makes a job request a package that does not exist.
     """
     out = []
     for descriptor in (1, 2):
@@ -152,24 +169,24 @@ def _find_own_output(directory: Path) -> list[str]:
 def _refuse_hidden_module(directory: Path) -> None:
     """Refuse a folder with another module `r3async`.
 
-    Ray puts the folder at the front of the module path of every process of the job, so that this module would shadow
-    ours.
+    Ray puts the folder at the front of the module path of every process of the job, so that this
+    module would shadow ours.
     """
     if (directory / "r3async" / "api.py").is_file():
         return  # a checkout: the job runs its code
     if (directory / "r3async").is_dir() or (directory / "r3async.py").is_file():
         raise ConfigError(
-            f"{directory} has a module 'r3async', which would hide the installed one in the job: submit from another folder, "
-            "or rename it"
+            f"{directory} has a module 'r3async', which would hide the installed one in the job: "
+            "submit from another folder, or rename it"
         )
 
 
 def open_job_client(address: str, headers: dict[str, str] | None = None) -> Any:
     """Open Ray's client for the jobs of a cluster. Raises what Ray raises.
 
-    A local run leaves a token in `~/.ray/auth_token`; a head that is started later requires it, and clients do not
-    look there. So a cluster on this machine that requires it gets it. A token is sent to no other machine unless the
-    user says so.
+    A local run leaves a token in `~/.ray/auth_token`; a head that is started later requires it, and
+    clients do not look there. So a cluster on this machine that requires it gets it. A token is
+    sent to no other machine unless the user says so.
     """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -190,7 +207,9 @@ def _use_local_token(address: str) -> bool:
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     host = _split_address(address).hostname or ""
-    if AUTH_MODE_VARIABLE in os.environ or not (is_loopback_host(host) or host in _list_local_addresses()):
+    if AUTH_MODE_VARIABLE in os.environ or not (
+        is_loopback_host(host) or host in _list_local_addresses()
+    ):
         return False
     if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         return False
@@ -217,7 +236,10 @@ class ClusterJobs:
             os.environ.pop("RAY_API_SERVER_ADDRESS", None)
             os.environ.pop("RAY_ADDRESS", None)
         self.address = (
-            address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
+            address
+            or os.environ.get("RAY_API_SERVER_ADDRESS")
+            or os.environ.get("RAY_ADDRESS")
+            or DEFAULT_ADDRESS
         )
         import logging
 
@@ -227,8 +249,11 @@ class ClusterJobs:
         with self._explain_errors():
             _check_port(self.address)
             self._client = open_job_client(self.address)
-        # Ray's client passes further arguments to `requests`, which without a timeout waits for ever.
-        self._client._do_request = partial(self._client._do_request, timeout=REQUEST_TIMEOUT_SECONDS)
+        # Ray's client passes further arguments to `requests`, which without a
+        # timeout waits for ever.
+        self._client._do_request = partial(
+            self._client._do_request, timeout=REQUEST_TIMEOUT_SECONDS
+        )
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
@@ -238,19 +263,22 @@ class ClusterJobs:
             yield
         except AuthenticationError as error:
             raise SubmitError(
-                f"{self.address} wants a token ({str(error).splitlines()[0]}): set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN_PATH to the cluster's token file, or pass --token-file"
+                f"{self.address} wants a token ({str(error).splitlines()[0]}): set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file, or "
+                "pass --token-file"
             ) from error
         except ConnectionError as error:
             raise SubmitError(
-                f"no Ray cluster answers at {self.address}: is it running (`ray start --head`), and is this the address of its "
-                "dashboard (port 8265 by default)? --address or RAY_ADDRESS names another"
+                f"no Ray cluster answers at {self.address}: is it running (`ray start --head`), "
+                "and is this the address of its dashboard (port 8265 by default)? --address or "
+                "RAY_ADDRESS names another"
             ) from error
         except RuntimeError as error:
             text = str(error)
             if "does not exist" in text:
                 raise SubmitError(
-                    f"{self.address}: {_last_line(text).rstrip('.')}; `r3async submit list` shows its jobs"
+                    f"{self.address}: {_last_line(text).rstrip('.')}; `r3async submit "
+                    "list` shows its jobs"
                 ) from error
             raise SubmitError(f"{self.address}: {_last_line(text)}") from error
         except ValueError as error:
@@ -262,7 +290,10 @@ class ClusterJobs:
         return str(self._client.get_address())
 
     def submit_job(
-        self, package: JobPackage, name: str = "", print_line: Callable[[str], object] = lambda text: None
+        self,
+        package: JobPackage,
+        name: str = "",
+        print_line: Callable[[str], object] = lambda text: None,
     ) -> str:
         """Package, upload and start a job, and return its id.
 
@@ -276,15 +307,18 @@ class ClusterJobs:
             try:
                 with self._explain_errors():
                     return self._client.submit_job(
-                        entrypoint=package.entrypoint, runtime_env=package.runtime_env, submission_id=name or None
+                        entrypoint=package.entrypoint,
+                        runtime_env=package.runtime_env,
+                        submission_id=name or None,
                     )
             except SubmitError as error:
                 if NO_AGENT_MESSAGE not in str(error):
                     raise
                 if time.monotonic() > deadline:
                     raise SubmitError(
-                        f"{self.address} takes no jobs ({NO_AGENT_MESSAGE!r} for {AGENT_SECONDS:.0f} s): its dashboard agent "
-                        "is not up. If another Ray runs on that host, it has the agent's port: give `ray start` "
+                        f"{self.address} takes no jobs ({NO_AGENT_MESSAGE!r} for "
+                        f"{AGENT_SECONDS:.0f} s): its dashboard agent is not up. If another Ray "
+                        "runs on that host, it has the agent's port: give `ray start` "
                         "--dashboard-agent-listen-port=0"
                     ) from error
                 print_line("the cluster takes no jobs yet: waiting for its dashboard agent")
@@ -297,7 +331,8 @@ class ClusterJobs:
         """
         with self._explain_errors():
             info = self._client.get_job_info(job)
-        began, ended = info.start_time or 0, info.end_time or time.time() * 1000
+        began = info.start_time or 0
+        ended = info.end_time or time.time() * 1000
         return {
             "job": job,
             "status": str(getattr(info.status, "value", info.status)),
@@ -311,11 +346,14 @@ class ClusterJobs:
         return [self.get_status(job.submission_id) for job in self._list_submitted()]
 
     def find_job(self, job: str) -> str:
-        """Return the id that `job` stands for: itself, or the newest job whose command has `name=JOB`, a run's name."""
+        """Return the id that `job` stands for: itself, or the newest job whose command has
+        `name=JOB`, a run's name."""
         known = self._list_submitted()
         if job in {j.submission_id for j in known}:
             return job
-        return next((j.submission_id for j in reversed(known) if f"name={job}" in j.entrypoint.split()), job)
+        return next(
+            (j.submission_id for j in reversed(known) if f"name={job}" in j.entrypoint.split()), job
+        )
 
     def _list_submitted(self) -> Sequence[Any]:
         with self._explain_errors():
@@ -328,14 +366,16 @@ class ClusterJobs:
             return self._client.get_job_logs(job)
 
     def stop_job(self, job: str) -> bool:
-        """Request an orderly end: SIGTERM, then SIGKILL after the job's grace period. Returns False if it had ended."""
+        """Request an orderly end: SIGTERM, then SIGKILL after the job's grace period. Returns False
+        if it had ended."""
         if self.get_status(job)["status"] in STATUS_EXIT_CODES:
             return False
         with self._explain_errors():
             return bool(self._client.stop_job(job))
 
     def wait_ended(self, job: str, seconds: float) -> dict[str, Any]:
-        """Wait for the job's end and return its status. Raises `SubmitError` if it has not ended `seconds` from now."""
+        """Wait for the job's end and return its status. Raises `SubmitError` if it has not ended
+        `seconds` from now."""
         deadline = time.monotonic() + seconds
         while (status := self.get_status(job))["status"] not in STATUS_EXIT_CODES:
             if time.monotonic() > deadline:
@@ -346,8 +386,8 @@ class ClusterJobs:
     def follow_log(self, job: str, write: Callable[[str], Any]) -> dict[str, Any]:
         """Pass the job's output to `write` until it ends, and return its status.
 
-        A lost connection is renewed, without repeating a line. Ctrl-C leaves the job running and raises
-        `KeyboardInterrupt`.
+        A lost connection is renewed, without repeating a line. Ctrl-C leaves the job running and
+        raises `KeyboardInterrupt`.
         """
         shown = lost = 0
 
@@ -366,8 +406,8 @@ class ClusterJobs:
                 lost += 1
                 if lost > MAX_RECONNECTS:
                     raise SubmitError(
-                        f"the log of job {job} broke off {lost} times ({error}); the job keeps running: "
-                        f"`r3async submit logs {job}`"
+                        f"the log of job {job} broke off {lost} times ({error}); the job keeps "
+                        f"running: `r3async submit logs {job}`"
                     ) from error
                 time.sleep(1.0)
             if self.get_status(job)["status"] in STATUS_EXIT_CODES:
@@ -386,18 +426,22 @@ class ClusterJobs:
                 text = await asyncio.wait_for(anext(log), MAX_QUIET_SECONDS)
             except StopAsyncIteration:
                 return
-            old, shown = min(shown, len(text)), max(0, shown - len(text))
+            old = min(shown, len(text))
+            shown = max(0, shown - len(text))
             if text[old:]:
                 show(text[old:])
 
 
 def _check_port(address: str) -> None:
-    """Raise `ConnectionError` if nothing listens there, within seconds instead of the minutes that TCP may take."""
+    """Raise `ConnectionError` if nothing listens there, within seconds instead of the minutes
+    that TCP may take."""
     url = _split_address(address)
     if url.hostname is None or (url.scheme not in ("http", "https") and url.port is None):
         return
     try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 5.0).close()
+        socket.create_connection(
+            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), 5.0
+        ).close()
     except OSError as error:
         raise ConnectionError(str(error)) from error
 

@@ -1,4 +1,5 @@
-"""Which files of a folder are likely to hold keys or passwords, by their names: other jobs can read a job's package."""
+"""Which files of a folder are likely to hold keys or passwords, by their names: other jobs can read
+a job's package."""
 
 from __future__ import annotations
 
@@ -9,12 +10,47 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 SECRET_DIRECTORIES = frozenset(
-    {".ssh", ".aws", ".azure", ".gcloud", ".gcp", ".oci", ".kube", ".gnupg", ".docker", ".huggingface", ".modal"}
+    {
+        ".ssh",
+        ".aws",
+        ".azure",
+        ".gcloud",
+        ".gcp",
+        ".oci",
+        ".kube",
+        ".gnupg",
+        ".docker",
+        ".huggingface",
+        ".modal",
+    }
     | {"secrets", ".secrets", "credentials", ".credentials"}
 )
 SECRET_FILES = (
-    *(".env*", "*.env", "*.env.*", "*.secret", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx"),
-    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.ppk", "*.ovpn", ".netrc", "_netrc", ".pypirc", ".npmrc"),
+    *(
+        ".env*",
+        "*.env",
+        "*.env.*",
+        "*.secret",
+        "*.pem",
+        "*.key",
+        "*.p12",
+        "*.pfx",
+        "*.jks",
+        "*.keystore",
+        "*.kdbx",
+    ),
+    *(
+        "id_rsa*",
+        "id_dsa*",
+        "id_ecdsa*",
+        "id_ed25519*",
+        "*.ppk",
+        "*.ovpn",
+        ".netrc",
+        "_netrc",
+        ".pypirc",
+        ".npmrc",
+    ),
     *(".git-credentials", ".pgpass", ".htpasswd", ".boto", ".s3cfg", "kubeconfig*", "*.kubeconfig"),
     *("secrets.*", "service-account*.json", "service_account*.json", "client_secret*.json"),
 )
@@ -22,7 +58,23 @@ SECRET_FILES = (
 _SECRET_WORDS = re.compile(r"token|secret|credential|passw|api.?key|private.?key|access.?key")
 _TOKENIZER_FILES = re.compile(r"tokeniz|(special|added)_tokens")
 HARMLESS_SUFFIXES = frozenset(
-    {".py", ".pyi", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".js", ".ts", ".jinja"}
+    {
+        ".py",
+        ".pyi",
+        ".pyx",
+        ".c",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".cuh",
+        ".h",
+        ".hpp",
+        ".rs",
+        ".go",
+        ".js",
+        ".ts",
+        ".jinja",
+    }
     | {".md", ".rst", ".parquet", ".arrow", ".jsonl", ".npy", ".npz", ".public"}
 )
 """Suffixes of code, documents and rows: their names may have the words of secrets."""
@@ -39,7 +91,8 @@ def is_likely_secret(name: str) -> bool:
 
 
 def find_likely_secrets(directory: Path, *, skipped: Collection[str] = ()) -> list[str]:
-    """Return the likely secrets of a folder, relative to it and sorted; those that are directories end in `/`.
+    """Return the likely secrets of a folder, relative to it and sorted; those that are
+    directories end in `/`.
 
     Args:
         skipped: Names of directories that are not looked into.
@@ -47,8 +100,11 @@ def find_likely_secrets(directory: Path, *, skipped: Collection[str] = ()) -> li
     return sorted(_walk(directory, "", frozenset(skipped), frozenset()))
 
 
-def _walk(directory: Path, prefix: str, skipped: frozenset[str], above: frozenset[str]) -> Iterator[str]:
-    real = os.path.realpath(directory)  # links are followed, as Ray follows them, and may lead in a circle
+def _walk(
+    directory: Path, prefix: str, skipped: frozenset[str], above: frozenset[str]
+) -> Iterator[str]:
+    # Links are followed, as Ray follows them, and may lead in a circle.
+    real = os.path.realpath(directory)
     try:
         names = [] if real in above else os.listdir(directory)
     except OSError:
@@ -65,5 +121,6 @@ def _walk(directory: Path, prefix: str, skipped: frozenset[str], above: frozense
 
 
 def make_exclude_pattern(path: str) -> str:
-    """Return the pattern, as in a `.gitignore`, that excludes this path of the folder and nothing else."""
+    """Return the pattern, as in a `.gitignore`, that excludes this path of the folder
+    and nothing else."""
     return "/" + re.sub(r"([\\*?\[\]! #])", r"\\\1", path)

@@ -1,4 +1,5 @@
-"""The terminal view of `r3async tail`. It only lays out the lines of `view.py`, and polls the run once a second."""
+"""The terminal view of `r3async tail`. It only lays out the lines of `view.py`, and polls the
+run once a second."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from . import view
 
 POLL_SECONDS = 1.0
 BODY_REDRAW_SECONDS = 2.0
-"""Minimum seconds between two redraws of the body; only the top moves every second. A large screen costs 25 ms."""
-MIN_CHARTS_WIDTH, MIN_CHARTS_HEIGHT = 130, 30
+"""Minimum seconds between two redraws of the body; only the top moves every second. A large
+screen costs 25 ms."""
+MIN_CHARTS_WIDTH = 130
+MIN_CHARTS_HEIGHT = 30
 """Minimum size of a screen that shows charts beside the overview."""
 STEP_WINDOWS = (None, 200, 50, 20)
 """Numbers of steps that the curves show; None for all."""
@@ -64,8 +67,11 @@ class TailApp(App[None]):
     def __init__(self, run: FollowedRun):
         super().__init__(ansi_color=True)
         self.followed_run = run
-        self.shown_view, self.window_index, self.is_held = "overview", 0, False
-        self._has_changes, self._drawn_at = True, -BODY_REDRAW_SECONDS
+        self.shown_view = "overview"
+        self.window_index = 0
+        self.is_held = False
+        self._has_changes = True
+        self._drawn_at = -BODY_REDRAW_SECONDS
         self._header_lines: list[Text] = []
         self._body_lines: list[Text] = []
 
@@ -115,19 +121,24 @@ class TailApp(App[None]):
         Args:
             draw_body: Redraw the body too; otherwise only the top, with the clock.
         """
-        width, height = self.size.width, self.size.height - 3
+        width = self.size.width
+        height = self.size.height - 3
         if width < 1 or height < 1:
             return
-        top = view.render_header(self.followed_run, width, is_held=self.is_held, window=STEP_WINDOWS[self.window_index])
+        top = view.render_header(
+            self.followed_run, width, is_held=self.is_held, window=STEP_WINDOWS[self.window_index]
+        )
         if top != self._header_lines:
             self.query_one("#top", Static).update(escape_text(Text("\n").join(top)))
             self._header_lines = top
         if not draw_body:
             return
-        self._has_changes, self._drawn_at = False, time.monotonic()
+        self._drawn_at = time.monotonic()
+        self._has_changes = False
         lines = self._make_body(width, height)
         scroller = self.query_one("#body", VerticalScroll)
-        follows = scroller.max_scroll_y - scroller.scroll_y < 1  # a reader at the end stays at the end
+        # A reader at the end stays at the end.
+        follows = scroller.max_scroll_y - scroller.scroll_y < 1
         if lines != self._body_lines:
             self.query_one("#text", Static).update(escape_text(Text("\n").join(lines)))
             self._body_lines = lines
@@ -135,9 +146,13 @@ class TailApp(App[None]):
                 scroller.scroll_end(animate=False)
 
     def _make_body(self, width: int, height: int) -> list[Text]:
-        run, window = self.followed_run, STEP_WINDOWS[self.window_index]
+        run = self.followed_run
+        window = STEP_WINDOWS[self.window_index]
         if self.shown_view == "help":
-            return [Text(line) for line in [*HELP_TEXT.splitlines(), "", *view.describe_gauges(min(width, 78))]]
+            return [
+                Text(line)
+                for line in [*HELP_TEXT.splitlines(), "", *view.describe_gauges(min(width, 78))]
+            ]
         if self.shown_view == "metrics":
             return view.render_metrics(run, width - 1, window)
         if self.shown_view in ("events", "warnings"):
@@ -148,7 +163,9 @@ class TailApp(App[None]):
             return [title, *(lines or view.render_events(run, width, 1, warnings_only=loud))]
         return self._make_overview(run, width, height, window)
 
-    def _make_overview(self, run: FollowedRun, width: int, height: int, window: int | None) -> list[Text]:
+    def _make_overview(
+        self, run: FollowedRun, width: int, height: int, window: int | None
+    ) -> list[Text]:
         wide = width >= MIN_CHARTS_WIDTH and height >= MIN_CHARTS_HEIGHT
         left = min(90, width // 2) if wide else width
         lines = view.render_overview(run, left, window)

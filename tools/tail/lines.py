@@ -1,4 +1,5 @@
-"""Show a run while it trains, on a terminal, or in a pipe with one plain line per step: `r3async tail`."""
+"""Show a run while it trains, on a terminal, or in a pipe with one plain line per
+step: `r3async tail`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,23 @@ from r3async.world.process_output import escape_control_characters
 from .live import StepPace, describe_step
 
 POLL_SECONDS = 0.5
-FAILED_EXIT_CODE, SILENT_EXIT_CODE = 1, 3
-"""Exit codes of a failed run, and of one that wrote nothing for as long as the reader was patient."""
+FAILED_EXIT_CODE = 1
+SILENT_EXIT_CODE = 3
+"""Exit codes of a failed run, and of one that wrote nothing for as long as the
+reader was patient."""
 
 
-def tail_local(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
-    """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
+def tail_local(
+    run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0
+) -> int:
+    """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends.
+    Returns the exit code."""
     run = FollowedRun(run_dir)
-    if not plain and follow and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+    if (
+        not plain
+        and follow
+        and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    ):
         from .app import TailApp
 
         TailApp(run).run()
@@ -42,27 +52,38 @@ def print_run_lines(
 ) -> int:
     """Print a line for every step and every warning so far, and with `follow` for those to come.
 
-    Following ends when the run ends or is silent for `patience` seconds. Each kind of failure is one line, with its
-    count, and is repeated at the end if it occurred again.
+    Following ends when the run ends or is silent for `patience` seconds. Each kind of failure is
+    one line, with its count, and is repeated at the end if it occurred again.
 
-    Returns 0, `FAILED_EXIT_CODE` if the run failed or trained nothing, or `SILENT_EXIT_CODE` if nothing came. If the
-    reader leaves (`| head`), it ends with 0.
+    Returns 0, `FAILED_EXIT_CODE` if the run failed or trained nothing, or `SILENT_EXIT_CODE` if
+    nothing came. If the reader leaves (`| head`), it ends with 0.
     """
-    last_news, told, pace = clock(), dict[str, str](), StepPace()
+    last_news = clock()
+    told = dict[str, str]()
+    pace = StepPace()
     try:
         while True:
             rows, events = run.read_new()
             for event in events:
-                if kind := get_failure_key(event):
+                kind = get_failure_key(event)
+                if kind:
                     if kind in run.history.failures and kind not in told:
                         told[kind] = run.history.failures[kind].to_text()
-                        out.write(escape_control_characters(format_event(event, told[kind]).splitlines()[0]) + "\n")
+                        out.write(
+                            escape_control_characters(
+                                format_event(event, told[kind]).splitlines()[0]
+                            )
+                            + "\n"
+                        )
                 elif event.get("level") in ("warning", "error", "critical"):
                     out.write(escape_control_characters(format_event(event).splitlines()[0]) + "\n")
             for row in rows:
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
                 pace.add_step(row)
-                line = f"{row.get('step', '?'):>4}{of}  {describe_step(row)}{pace.describe(run.planned_steps)}"
+                line = (
+                    f"{row.get('step', '?'):>4}{of}  "
+                    f"{describe_step(row)}{pace.describe(run.planned_steps)}"
+                )
                 out.write(escape_control_characters(line) + "\n")
             if rows or events:
                 last_news = clock()
@@ -71,14 +92,17 @@ def print_run_lines(
                     if told.get(kind) != (in_all := failure.to_text()):
                         out.write(escape_control_characters(in_all) + "\n")
             if run.has_ended:
-                out.write(escape_control_characters(f"{run.name}: {run.status} after {run.step} steps") + "\n")
+                out.write(
+                    escape_control_characters(f"{run.name}: {run.status} after {run.step} steps")
+                    + "\n"
+                )
             out.flush()
             if run.has_ended or not follow:
                 return FAILED_EXIT_CODE if run.status in ("failed", NOT_TRAINED) else 0
             if clock() - last_news > patience:
                 sys.stderr.write(
-                    f"{run.name} wrote nothing for {patience:.0f} s: its processes may be lost (see {run.run_dir}/logs); "
-                    "--patience SECONDS waits longer\n"
+                    f"{run.name} wrote nothing for {patience:.0f} s: its processes may be lost "
+                    f"(see {run.run_dir}/logs); --patience SECONDS waits longer\n"
                 )
                 return SILENT_EXIT_CODE
             sleep(POLL_SECONDS)

@@ -1,4 +1,5 @@
-"""The live line of a run: its loading phases, then step, reward, drift, staleness, speed, and time left."""
+"""The live line of a run: its loading phases, then step, reward, drift, staleness,
+speed, and time left."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PACE_STEPS = 50
 
 
 def describe_step(row: dict[str, Any]) -> str:
-    """Describe a metrics row in one line. `tok/s` is generated > trained; for a supervised run, answers trained."""
+    """Describe a metrics row in one line. `tok/s` is generated > trained; for a supervised run,
+    answers trained."""
 
     def number(name: str) -> float:
         value = finite_or_none(row.get(name))
@@ -29,15 +31,24 @@ def describe_step(row: dict[str, Any]) -> str:
         return f"{number(name) / 1000:.1f}k"
 
     if "loss/answers" in row:
-        held_out = f"held out {number('loss/answers_held_out'):.4f}  " if "loss/answers_held_out" in row else ""
+        held_out = (
+            f"held out {number('loss/answers_held_out'):.4f}  "
+            if "loss/answers_held_out" in row
+            else ""
+        )
         return (
-            f"loss {number('loss/answers'):.4f}  {held_out}lr {number('lr'):.1e}  norm {number('grad_norm'):.2f}  "
-            f"epoch {number('data/epochs'):.2f}  tok/s {thousands('throughput/trained_tokens_per_second')}"
+            f"loss {number('loss/answers'):.4f}  {held_out}lr {number('lr'):.1e}  norm "
+            f"{number('grad_norm'):.2f}  epoch {number('data/epochs'):.2f}  tok/s "
+            f"{thousands('throughput/trained_tokens_per_second')}"
         ) + ("" if row.get("optimizer/updates", 1) else "  no update")
     return (
         f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
         f"staleness {number('staleness/mean'):.1f}, max {number('staleness/max'):.0f}  "
-        + (f"agreement {100 * number('routing/agreement'):.0f} %  " if "routing/agreement" in row else "")
+        + (
+            f"agreement {100 * number('routing/agreement'):.0f} %  "
+            if "routing/agreement" in row
+            else ""
+        )
         + f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
         f"{thousands('throughput/trained_tokens_per_second')}"
     ) + (f"  no update: {why}" if (why := explain_no_update(row)) else "")
@@ -56,29 +67,37 @@ class StepPace:
         if step != self._step + 1:
             self._times.clear()
         self._step = step
-        if (when := finite_or_none(row.get("time"))) is not None:
+        when = finite_or_none(row.get("time"))
+        if when is not None:
             self._times.append(when)
 
     def describe(self, steps: int | None) -> str:
-        """Describe the last step's seconds and the time left of `steps`; empty if only one step is known."""
+        """Describe the last step's seconds and the time left of `steps`; empty if only
+        one step is known."""
         if len(self._times) < 2:
             return ""
         pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         left = (
-            f", {format_seconds(pace * (steps - self._step))} left" if steps is not None and steps > self._step else ""
+            f", {format_seconds(pace * (steps - self._step))} left"
+            if steps is not None and steps > self._step
+            else ""
         )
         return f"  {format_seconds(self._times[-1] - self._times[-2])}{left}"
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
-    """Describe a row of `evaluation.jsonl` in one line: each set's mean reward, standard error, and last pass@k."""
+    """Describe a row of `evaluation.jsonl` in one line: each set's mean reward, standard error,
+    and last pass@k."""
     sets = [name.removesuffix("/reward_mean") for name in row if name.endswith("/reward_mean")]
     parts = []
     for prefix in sets[1:] or sets:  # the first figures repeat those of the first set
         error = row.get(f"{prefix}/reward_error")
         passes = [name for name in row if name.startswith(f"{prefix}/pass@")]
         parts.append(
-            f"{prefix.removeprefix('evaluation').removeprefix('/')} reward {row[f'{prefix}/reward_mean']:.3f}".strip()
+            (
+                f"{prefix.removeprefix('evaluation').removeprefix('/')} reward "
+                f"{row[f'{prefix}/reward_mean']:.3f}"
+            ).strip()
             + (f" ± {error:.3f}" if error is not None else "")
             + (f", {passes[-1].rpartition('/')[2]} {row[passes[-1]]:.3f}" if passes else "")
         )
@@ -86,20 +105,22 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 
 
 BEYOND_LIMIT_NOTE = (
-    "     served drift is above algorithm.rollout_kl.limit with the shortest step, too: lower learner.lr or "
-    "schedule.max_staleness (each such step is an event drift_beyond_limit)"
+    "     served drift is above algorithm.rollout_kl.limit with the shortest step, too: lower "
+    "learner.lr or schedule.max_staleness (each such step is an event drift_beyond_limit)"
 )
 
 
 class LiveView:
-    """A view with one line per step and, on a terminal, a moving line below: the current phase, progress and time."""
+    """A view with one line per step and, on a terminal, a moving line below: the current phase,
+    progress and time."""
 
     def __init__(self, console: Console, steps: int):
         self.console = console
         self._steps = steps
         self.shown_step = 0
         self._pace = StepPace()
-        self._shown_phase, self._shown_at = "", 0.0
+        self._shown_phase = ""
+        self._shown_at = 0.0
         self._restarts = 0
         self._warned_of_limit = False
         self._last_evaluation_time = 0.0
@@ -135,9 +156,12 @@ class LiveView:
         if self._progress:
             self._progress.update(self._task, description=text)
         now = time.monotonic()
-        if not self._progress and (text != self._shown_phase or now - self._shown_at > PLAIN_EVERY_SECONDS):
+        if not self._progress and (
+            text != self._shown_phase or now - self._shown_at > PLAIN_EVERY_SECONDS
+        ):
             self.print_line(f"[{time.strftime('%H:%M:%S')}] {text}")
-            self._shown_phase, self._shown_at = text, now
+            self._shown_phase = text
+            self._shown_at = now
 
     def set_total_steps(self, steps: int) -> None:
         """Set the total number of steps."""
@@ -146,18 +170,24 @@ class LiveView:
             self._progress.update(self._task, total=steps)
 
     def rewind_to_step(self, step: int) -> None:
-        """Go back to `step`, from which the run resumes; it was shown already, or comes from an earlier start."""
-        self.shown_step, self._restarts = step, 0
+        """Go back to `step`, from which the run resumes; it was shown already, or comes from
+        an earlier start."""
+        self.shown_step = step
+        self._restarts = 0
         if self._progress:
             self._progress.update(self._task, completed=step)
 
     def show_status(self, status: dict[str, Any]) -> None:
         """Show a status of the conductor."""
         restarts = sum(g["restarts"] for g in status["generators"])
-        self._restarts = min(self._restarts, restarts)  # for some, the connection was lost, and not the process
+        # For some, the connection was lost, and not the process.
+        self._restarts = min(self._restarts, restarts)
         if restarts > self._restarts:
             self._restarts = restarts
-            self.print_line(f"a generator was lost and begins again (restarts so far: {restarts}); the run continues")
+            self.print_line(
+                f"a generator was lost and begins again (restarts so far: {restarts}); "
+                "the run continues"
+            )
         if status["phase"] != "training" or not self.shown_step:
             self.show_phase(status["phase"])
         for row in status["rows"]:

@@ -1,9 +1,11 @@
-"""Mirror a run on another machine through the jobs API of its Ray cluster: its files are copied here as they grow.
+"""Mirror a run on another machine through the jobs API of its Ray cluster: its files are copied
+here as they grow.
 
-A small job on the cluster prints the new lines of the run's files; it uses only the standard library, only reads,
-and requests no CPU. The lines are appended to files of the same names here, which the view follows like those of any
-run. The job is started in the environment of the job that trains, so `runs/latest` means the same as there. It ends
-with the view, when the run has ended, or after `MAX_LIFE_SECONDS`.
+A small job on the cluster prints the new lines of the run's files; it uses only the standard
+library, only reads, and requests no CPU. The lines are appended to files of the same names here,
+which the view follows like those of any run. The job is started in the environment of the job that
+trains, so `runs/latest` means the same as there. It ends with the view, when the run has ended, or
+after `MAX_LIFE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -99,7 +101,13 @@ class RemoteRun:
     """
 
     def __init__(
-        self, address: str, name: str, directory: Path, *, job: str | None = None, headers: dict[str, str] | None = None
+        self,
+        address: str,
+        name: str,
+        directory: Path,
+        *,
+        job: str | None = None,
+        headers: dict[str, str] | None = None,
     ):
         from ..submit.jobs import open_job_client
 
@@ -116,21 +124,25 @@ class RemoteRun:
             raise
         except Exception as error:
             raise RemoteError(
-                f"{address} did not take the job ({_first_line(error)}): --address is the cluster's dashboard, "
-                "http://HOST:8265 (ssh -L 8265:localhost:8265 HOST brings it here); with token authentication set "
-                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+                f"{address} did not take the job ({_first_line(error)}): --address is the "
+                "cluster's dashboard, http://HOST:8265 (ssh -L 8265:localhost:8265 HOST brings it "
+                "here); with token authentication set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
             ) from error
         self.directory = directory
         self.run_dir: Path | None = None
         self._problem = ""
-        self._ready, self._over = threading.Event(), threading.Event()
+        self._ready = threading.Event()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run_mirror, daemon=True)
         self._thread.start()
 
     def _find_job_environment(self, job: str | None) -> dict[str, Any]:
-        """Return the environment of the job that trains; its working directory is where the run is."""
+        """Return the environment of the job that trains; its working directory is
+        where the run is."""
         details = [
-            d for d in self._client.list_jobs() if (d.metadata or {}).get("r3async") != LINE_MARK and d.submission_id
+            d
+            for d in self._client.list_jobs()
+            if (d.metadata or {}).get("r3async") != LINE_MARK and d.submission_id
         ]
         if job is not None:
             chosen = [d for d in details if job in (d.submission_id, d.job_id)]
@@ -142,13 +154,17 @@ class RemoteRun:
         return dict(chosen[-1].runtime_env or {}) if chosen else {}
 
     def wait_ready(self) -> Path:
-        """Return the mirrored run's directory once everything written so far is in it. Raises `RemoteError`."""
+        """Return the mirrored run's directory once everything written so far is in it.
+        Raises `RemoteError`."""
         if not self._ready.wait(ANSWER_TIMEOUT_SECONDS) and not self._problem:
             self._problem = (
-                f"the job {self._id} did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; is the cluster full?"
+                f"the job {self._id} did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; is "
+                "the cluster full?"
             )
         if self.run_dir is None or not self._ready.is_set():
-            raise RemoteError(self._problem or f"the job {self._id} ended without an answer; look at its log")
+            raise RemoteError(
+                self._problem or f"the job {self._id} ended without an answer; look at its log"
+            )
         return self.run_dir
 
     def close(self) -> None:
@@ -160,7 +176,9 @@ class RemoteRun:
         try:
             asyncio.run(self._copy_lines())
         except Exception as error:
-            self._problem = self._problem or f"the connection to the job broke: {_first_line(error)}"
+            self._problem = (
+                self._problem or f"the connection to the job broke: {_first_line(error)}"
+            )
         finally:
             self._over.set()
             self._ready.set()
@@ -181,7 +199,10 @@ class RemoteRun:
         elif kind == "name":
             self.run_dir = self.directory / Path(data.decode(errors="replace")).name
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        elif kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION_FILE) and self.run_dir is not None:
+        elif (
+            kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION_FILE)
+            and self.run_dir is not None
+        ):
             with (self.run_dir / kind).open("ab") as file:
                 file.write(data)
         elif kind == "whole":

@@ -1,4 +1,5 @@
-"""Render a run for `r3async tail` as lines of rich text of a given width, from `FollowedRun`. Pure."""
+"""Render a run for `r3async tail` as lines of rich text of a given width, from
+`FollowedRun`. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from r3async.views.summary import KIND_COLORS, STATUS_KINDS
 
 from .draw import draw_bar, draw_plot, draw_sparkline
 
-LABEL_WIDTH, VALUE_WIDTH, NOTE_WIDTH = 13, 8, 25
+LABEL_WIDTH = 13
+VALUE_WIDTH = 8
+NOTE_WIDTH = 25
 SHOW_SILENCE_SECONDS = 60.0
 """Seconds without news after which the silence is shown."""
 
@@ -41,14 +44,20 @@ def _join_parts(*parts: str) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def render_header(run: FollowedRun, width: int, *, is_held: bool = False, window: int | None = None) -> list[Text]:
+def render_header(
+    run: FollowedRun, width: int, *, is_held: bool = False, window: int | None = None
+) -> list[Text]:
     """Render two lines: the run with its phase, and its progress."""
-    planned, phase = run.planned_steps, run.phase
+    planned = run.planned_steps
+    phase = run.phase
     left = run.remaining_seconds
     first = Text(f" {run.name} ", style="bold")
     first.append(
         f" {phase} ",
-        style=f"reverse {'cyan' if phase == 'training' else KIND_COLORS.get(STATUS_KINDS.get(phase, ''), 'blue')}",
+        style=(
+            "reverse "
+            f"{'cyan' if phase == 'training' else KIND_COLORS.get(STATUS_KINDS.get(phase, ''), 'blue')}"
+        ),
     )
     if is_held:
         first.append(" held ", style="reverse yellow")
@@ -58,7 +67,9 @@ def render_header(run: FollowedRun, width: int, *, is_held: bool = False, window
         first.append(f" nothing written for {format_seconds(run.silent_seconds)}", style="yellow")
     if run.reason:
         first.append(f" {run.reason.splitlines()[0]}", style="red")
-    when = f"{format_seconds(run.elapsed_seconds)}" + ("" if left is None else f", about {format_seconds(left)} left")
+    when = f"{format_seconds(run.elapsed_seconds)}" + (
+        "" if left is None else f", about {format_seconds(left)} left"
+    )
     steps = f"step {run.step}" + (f" of {planned}" if planned else "")
     cells = max(10, width - len(steps) - len(when) - 8)
     second = Text(f" {steps}  ", style="bold")
@@ -83,7 +94,10 @@ def _format_reward(run: FollowedRun, metric: Metric) -> GaugeText:
     rewards = rewards[np.isfinite(rewards)]
     note = ""
     if len(rewards):
-        note = f"began at {format_number(float(rewards[:3].mean()))}, top {format_number(float(rewards.max()))}"
+        note = (
+            f"began at {format_number(float(rewards[:3].mean()))}, top "
+            f"{format_number(float(rewards.max()))}"
+        )
     return format_number(run.metrics.last_value(metric.name)), note, "bold green"
 
 
@@ -97,7 +111,8 @@ def _format_evaluation(run: FollowedRun) -> GaugeText:
 
 
 def _format_zero_variance(run: FollowedRun, metric: Metric) -> GaugeText:
-    flat, groups = run.metrics.last_value("advantage/zero_variance_groups"), run.metrics.last_value("batch/groups")
+    flat = run.metrics.last_value("advantage/zero_variance_groups")
+    groups = run.metrics.last_value("batch/groups")
     value = "-" if flat is None or groups is None else f"{flat:.0f} of {groups:.0f}"
     why = explain_no_update(run.recent_rows[-1]) if run.recent_rows else ""
     return value, f"no update: {why}" if why else "groups", "bold red" if why else ""
@@ -108,7 +123,8 @@ def _format_drift(run: FollowedRun, metric: Metric) -> GaugeText:
     served = run.metrics.last_value("rollout_kl/served_k3") if is_served else None
     drift = run.metrics.last_value(metric.name) if served is None else served
     target = run.get_setting("algorithm.rollout_kl.target")
-    limit, coef = run.get_setting("algorithm.rollout_kl.max"), run.metrics.last_value("rollout_kl/coef")
+    limit = run.get_setting("algorithm.rollout_kl.max")
+    coef = run.metrics.last_value("rollout_kl/coef")
     style = "bold"
     if drift is not None and limit is not None and drift > limit:
         style = "bold red"
@@ -123,18 +139,21 @@ def _format_drift(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def _format_staleness(run: FollowedRun, metric: Metric) -> GaugeText:
-    oldest, bound = run.metrics.last_value("staleness/max"), run.staleness_bound
+    oldest = run.metrics.last_value("staleness/max")
+    bound = run.staleness_bound
     note = "" if oldest is None else f"oldest {format_number(oldest)}"
     note += "" if bound is None else f" of {bound} allowed"
     over = oldest is not None and bound is not None and oldest > bound
-    return format_number(run.metrics.last_value(metric.name), 2), note, "bold red" if over else "bold"
+    return (
+        format_number(run.metrics.last_value(metric.name), 2),
+        note,
+        "bold red" if over else "bold",
+    )
 
 
 def _format_agreement(run: FollowedRun, metric: Metric) -> GaugeText:
-    recorded, lowest = (
-        run.metrics.last_value("routing/recorded_fraction"),
-        run.metrics.last_value("routing/agreement_min"),
-    )
+    recorded = run.metrics.last_value("routing/recorded_fraction")
+    lowest = run.metrics.last_value("routing/agreement_min")
     note = _join_parts(
         "" if recorded is None else f"recorded {format_percent(recorded)}",
         "" if lowest is None else f"min {100 * lowest:.0f} %",
@@ -143,12 +162,18 @@ def _format_agreement(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def _format_learner(run: FollowedRun, metric: Metric) -> GaugeText:
-    step, wait = run.metrics.last_value("timing/train_seconds"), run.metrics.last_value(metric.name)
-    return format_seconds(step), "" if wait is None else f"a step; waited {format_seconds(wait)}", ""
+    step = run.metrics.last_value("timing/train_seconds")
+    wait = run.metrics.last_value(metric.name)
+    return (
+        format_seconds(step),
+        "" if wait is None else f"a step; waited {format_seconds(wait)}",
+        "",
+    )
 
 
 def _format_weights(run: FollowedRun, metric: Metric) -> GaugeText:
-    version, update = run.metrics.last_value("version"), run.metrics.last_value(metric.name)
+    version = run.metrics.last_value("version")
+    update = run.metrics.last_value(metric.name)
     pause = format_seconds(run.metrics.last_value("timing/engine_pause_seconds"))
     note = "" if update is None else f"in {format_seconds(update)}, pause {pause}"
     return "-" if version is None else f"v{version:.0f}", note, ""
@@ -159,30 +184,43 @@ def _format_slots(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def _format_buffer(run: FollowedRun, metric: Metric) -> GaugeText:
-    return _format_filled(run.metrics.last_value(metric.name), run.get_setting("schedule.prompts_per_step"), "ready")
+    return _format_filled(
+        run.metrics.last_value(metric.name), run.get_setting("schedule.prompts_per_step"), "ready"
+    )
 
 
 def _format_filled(number: float | None, total: int | None, label: str) -> GaugeText:
     value = "-" if number is None else f"{number:.0f}" + (f" of {total}" if total else "")
-    return value, f"{draw_bar(number / total, 10)} groups {label}" if number is not None and total else "", ""
+    return (
+        value,
+        f"{draw_bar(number / total, 10)} groups {label}" if number is not None and total else "",
+        "",
+    )
 
 
 def _format_received(run: FollowedRun, metric: Metric) -> GaugeText:
-    again, rejected = run.metrics.last_value("transport/duplicates"), run.metrics.last_value("transport/rejected")
+    again = run.metrics.last_value("transport/duplicates")
+    rejected = run.metrics.last_value("transport/rejected")
     note = "" if rejected is None else f"{again or 0:.0f} again, {rejected:.0f} rejected"
     return format_number(run.metrics.last_value(metric.name)), note, "yellow" if rejected else ""
 
 
 def _format_generators(run: FollowedRun, metric: Metric) -> GaugeText:
     restarts = run.history.generators_lost + run.history.run_restarts
-    count = run.requested_generators or run.get_setting("generator.count") or len(run.generator_states)
+    count = (
+        run.requested_generators or run.get_setting("generator.count") or len(run.generator_states)
+    )
     lost = [name for name, state in run.generator_states.items() if state == "lost"]
     playing = len(run.generator_states) - len(lost)
     silent = [name for name, state in run.generator_states.items() if state == "silent"]
     note = "ended" if run.has_ended else "generating" if playing else "loading"
     if lost or (silent and not run.has_ended):
         note = _join_parts(
-            *(f"{', '.join(names)} {state}" for names, state in ((lost, "lost"), (silent, "silent")) if names)
+            *(
+                f"{', '.join(names)} {state}"
+                for names, state in ((lost, "lost"), (silent, "silent"))
+                if names
+            )
         )
     note = _join_parts(note, f"{restarts} restart{'' if restarts == 1 else 's'}")
     style = "bold red" if lost else "yellow" if restarts or silent else ""
@@ -226,7 +264,8 @@ def describe_gauges(width: int) -> list[str]:
 
 
 def render_overview(run: FollowedRun, width: int, window: int | None = None) -> list[Text]:
-    """Render the gauges, one per line, with sparklines over the last `window` steps (or all) in the remaining cells."""
+    """Render the gauges, one per line, with sparklines over the last `window` steps (or all) in the
+    remaining cells."""
     lines = []
     free = width - LABEL_WIDTH - VALUE_WIDTH - NOTE_WIDTH - 6
 
@@ -250,7 +289,11 @@ def render_overview(run: FollowedRun, width: int, window: int | None = None) -> 
 def render_event(run: FollowedRun, event: dict[str, Any]) -> Text:
     level = str(event.get("level", ""))
     at = event.get("time")
-    clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, (int, float)) else "--:--:--"
+    clock = (
+        time.strftime("%H:%M:%S", time.localtime(at))
+        if isinstance(at, (int, float))
+        else "--:--:--"
+    )
     line = Text(f" {clock} ", style="dim")
     line.append(f"{event.get('role', '')!s} ", style="not dim")
     line.append(f"{event.get('event', '')!s}", style=f"not dim bold {LEVEL_COLORS.get(level, '')}")
@@ -258,7 +301,9 @@ def render_event(run: FollowedRun, event: dict[str, Any]) -> Text:
     return line.append(f" {details}") if details else line
 
 
-def render_events(run: FollowedRun, width: int, count: int, *, warnings_only: bool = False) -> list[Text]:
+def render_events(
+    run: FollowedRun, width: int, count: int, *, warnings_only: bool = False
+) -> list[Text]:
     """Render the last events, one per line, the newest at the end.
 
     Args:
@@ -279,14 +324,21 @@ def format_events_title(run: FollowedRun, warnings_only: bool = False) -> str:
     return f"warnings and errors ({noise})" if warnings_only else f"events ({noise})"
 
 
-def render_charts(run: FollowedRun, width: int, height: int, window: int | None = None) -> list[Text]:
-    """Render as many of the report's charts as fit, two beside each other if they are wide enough."""
+def render_charts(
+    run: FollowedRun, width: int, height: int, window: int | None = None
+) -> list[Text]:
+    """Render as many of the report's charts as fit, two beside each other if they
+    are wide enough."""
     across = 2 if width >= 80 else 1
     down = max(1, min(height // 9, -(-len(CHARTS) // across)))
-    each, tall = width // across, height // down
+    each = width // across
+    tall = height // down
     lines: list[Text] = []
     for first in range(0, down * across, across):
-        cells = [_render_chart(run, chart, each, tall, window) for chart in CHARTS[first : first + across]]
+        cells = [
+            _render_chart(run, chart, each, tall, window)
+            for chart in CHARTS[first : first + across]
+        ]
         for parts in zip(*cells, strict=True):
             line = Text()
             for part in parts:
@@ -307,23 +359,36 @@ def find_threshold(chart: Chart, run: FollowedRun) -> Any:
     )
 
 
-def _render_chart(run: FollowedRun, chart: Chart, width: int, height: int, window: int | None) -> list[Text]:
+def _render_chart(
+    run: FollowedRun, chart: Chart, width: int, height: int, window: int | None
+) -> list[Text]:
     lines = [line for line in chart.lines if not line.points]
     title = Text(" " * 8 + ", ".join(filter(None, (chart.title.lower(), chart.unit))), style="bold")
     if len(lines) > 1:
         title.append(":")
         for line in lines:
             title.append(f" {line.label}", style=CURVE_COLORS[line.color])
-    curves = [(run.metrics.get_values(line.metric, window), CURVE_COLORS[line.color]) for line in reversed(lines)]
+    curves = [
+        (run.metrics.get_values(line.metric, window), CURVE_COLORS[line.color])
+        for line in reversed(lines)
+    ]
     floor = None if chart.has_log_scale or chart.is_share else 0.0
     body = draw_plot(
-        curves, width - 2, height - 2, log=chart.has_log_scale, floor=floor, threshold=find_threshold(chart, run)
+        curves,
+        width - 2,
+        height - 2,
+        log=chart.has_log_scale,
+        floor=floor,
+        threshold=find_threshold(chart, run),
     )
     return [clip_line(title, width - 1), *body, Text()]
 
 
-def render_metrics(run: FollowedRun, width: int, window: int | None = None, limit: int = 10_000) -> list[Text]:
-    """Render every metric of the run, by prefix, with its label and unit if known; at most `limit` lines."""
+def render_metrics(
+    run: FollowedRun, width: int, window: int | None = None, limit: int = 10_000
+) -> list[Text]:
+    """Render every metric of the run, by prefix, with its label and unit if known; at
+    most `limit` lines."""
     lines: list[Text] = []
     for group, found in groupby(sort_metrics(run.metrics), key=lambda known: known.group):
         lines.append(render_rule(group, width))

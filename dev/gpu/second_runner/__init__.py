@@ -1,4 +1,5 @@
-"""vLLM's second model runner, the one that CUDA uses, on CPU: its Triton kernels are run by Triton's interpreter."""
+"""vLLM's second model runner, the one that CUDA uses, on CPU: its Triton kernels are run by
+Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Let vLLM's second model runner, the one that CUDA uses, run on CPU, in processes with this folder first on PYTHONPATH.
+"""Let vLLM's second model runner, the one that CUDA uses, run on CPU, in processes with this folder
+first on PYTHONPATH.
 
-Python imports this file when a process starts, before anything else. The runner's kernels are written in Triton, whose
-interpreter runs them on CPU (`TRITON_INTERPRET=1`), and vLLM takes the runner where it is told to
-(`VLLM_USE_V2_MODEL_RUNNER=1`). What is left are places that ask for a GPU's driver or library, or for the name of the
-package; they are changed right after their modules are imported. `dev.gpu.second_runner.environment` has the variables.
+Python imports this file when a process starts, before anything else. The runner's kernels are
+written in Triton, whose interpreter runs them on CPU (`TRITON_INTERPRET=1`), and vLLM takes the
+runner where it is told to (`VLLM_USE_V2_MODEL_RUNNER=1`). What is left are places that ask for a
+GPU's driver or library, or for the name of the package; they are changed right after their modules
+are imported. `dev.gpu.second_runner.environment` has the variables.
 """
 
 import importlib.abc
@@ -18,7 +20,8 @@ _find_version = importlib.metadata.version
 
 
 def find_version(distribution_name: str) -> str:
-    """Return a distribution's version. vLLM asks for its own by a name that its build for CPU does not have."""
+    """Return a distribution's version. vLLM asks for its own by a name that its build for
+    CPU does not have."""
     try:
         return _find_version(distribution_name)
     except importlib.metadata.PackageNotFoundError:
@@ -28,7 +31,8 @@ def find_version(distribution_name: str) -> str:
 
 
 def add_active_driver(backends: Any) -> None:
-    """Make Triton name one active driver, without which vLLM takes it for unusable. No kernel is compiled."""
+    """Make Triton name one active driver, without which vLLM takes it for unusable. No
+    kernel is compiled."""
 
     class Driver:
         @staticmethod
@@ -39,7 +43,8 @@ def add_active_driver(backends: Any) -> None:
 
 
 def replace_device_library(gumbel: Any) -> None:
-    """Give the sampler's kernel a logarithm that the interpreter has: CUDA's library is only for devices."""
+    """Give the sampler's kernel a logarithm that the interpreter has: CUDA's library is
+    only for devices."""
     import triton.language as tl
 
     class Library:
@@ -51,7 +56,8 @@ def replace_device_library(gumbel: Any) -> None:
 
 
 def truncate_with_torch(module: Any) -> None:
-    """Let top-k and top-p be computed by vLLM's own functions in torch: their Triton kernel uses inline assembly."""
+    """Let top-k and top-p be computed by vLLM's own functions in torch: their Triton kernel uses
+    inline assembly."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     def truncate(logits: Any, k: Any, p: Any, **hints_of_newer_versions: Any) -> Any:
@@ -61,11 +67,14 @@ def truncate_with_torch(module: Any) -> None:
 
 
 def make_masks_boolean(interpreter: Any) -> None:
-    """Let the interpreter store with masks that it computed from booleans and a scalar: it makes them integers."""
+    """Let the interpreter store with masks that it computed from booleans and a scalar: it
+    makes them integers."""
     builder = interpreter.InterpreterBuilder
     store = builder.create_masked_store
 
-    def store_with_boolean_mask(self: Any, pointers: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+    def store_with_boolean_mask(
+        self: Any, pointers: Any, value: Any, mask: Any, cache_policy: Any
+    ) -> Any:
         mask.data = mask.data.astype(bool, copy=False)
         return store(self, pointers, value, mask, cache_policy)
 
@@ -83,7 +92,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 class ChangingFinder(importlib.abc.MetaPathFinder):
-    """A finder of the modules of `CHANGES`: the usual ones, changed when they have been executed."""
+    """A finder of the modules of `CHANGES`: the usual ones, changed when they
+    have been executed."""
 
     def __init__(self) -> None:
         self._is_asking_others = False

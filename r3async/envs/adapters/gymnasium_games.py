@@ -14,14 +14,15 @@ from r3async.envs.factory import build_class_factory, import_optional_package
 class GymnasiumEnvironment:
     """A Gymnasium environment, `gymnasium.make(id, **settings)`, with one message per step.
 
-    An observation is shown as `render()` draws it with `render_mode = "ansi"` (colors as words, in brackets), a text as
-    it is, and anything else as Python writes it.
+    An observation is shown as `render()` draws it with `render_mode = "ansi"` (colors as words, in
+    brackets), a text as it is, and anything else as Python writes it.
 
-    An action is the text of a `Text` space, the number of a `Discrete` action, or its name if `actions` names them in
-    order. An invalid answer is refused in a message, earns `invalid_reward`, and does not move the game.
+    An action is the text of a `Text` space, the number of a `Discrete` action, or its name if
+    `actions` names them in order. An invalid answer is refused in a message, earns
+    `invalid_reward`, and does not move the game.
 
-    The reward is the environment's own, unchanged; terminated and truncated both end the episode. The task seed is the
-    seed of the reset.
+    The reward is the environment's own, unchanged; terminated and truncated both end the episode.
+    The task seed is the seed of the reset.
 
     Args:
         prompt: Text before the first observation.
@@ -42,28 +43,42 @@ class GymnasiumEnvironment:
         import gymnasium
 
         self._game: Any = gymnasium.make(id, **settings)
-        spaces, space = gymnasium.spaces, self._game.action_space
+        spaces = gymnasium.spaces
+        space = self._game.action_space
         if isinstance(space, spaces.Discrete):
             self._first_action = int(space.start)
-            self._action_names = actions or [str(self._first_action + index) for index in range(int(space.n))]
+            self._action_names = actions or [
+                str(self._first_action + index) for index in range(int(space.n))
+            ]
             if len(self._action_names) != space.n:
-                raise ValueError(f"actions names {len(self._action_names)} actions, {id} has {space.n}")
+                raise ValueError(
+                    f"actions names {len(self._action_names)} actions, {id} has {space.n}"
+                )
         elif isinstance(space, spaces.Text):
             self._action_names = []
             if actions:
                 raise ValueError(f"{id} takes any text, so there are no actions to name")
         else:
             raise ValueError(
-                f"the actions of {id} are {space}; only Discrete and Text ones can be written as an answer"
+                f"the actions of {id} are {space}; only Discrete and Text ones can be "
+                "written as an answer"
             )
-        self._prompt, self._renders_ansi = prompt, self._game.render_mode == "ansi"
-        self._invalid_reward, self._invalid_limit, self._invalid_count = invalid_reward, invalid_limit, 0
+        self._prompt = prompt
+        self._renders_ansi = self._game.render_mode == "ansi"
+        self._invalid_reward = invalid_reward
+        self._invalid_limit = invalid_limit
+        self._invalid_count = 0
 
     def reset(self, task_seed: int) -> list[Message]:
         self._invalid_count = 0
         seed = task_seed % 2**31
         observation, _ = self._game.reset(seed=seed)
-        return [Message("user", "\n".join(filter(None, [self._prompt, self._render_observation(observation)])))]
+        return [
+            Message(
+                "user",
+                "\n".join(filter(None, [self._prompt, self._render_observation(observation)])),
+            )
+        ]
 
     def step(self, action: Action) -> StepResult:
         text = action.text.strip()
@@ -77,11 +92,19 @@ class GymnasiumEnvironment:
                 else f"a text of {self._game.action_space}"
             )
             ends = self._invalid_count >= self._invalid_limit
-            return StepResult(self._invalid_reward, [] if ends else [Message("user", f"answer with {wanted}")], ends)
+            return StepResult(
+                self._invalid_reward,
+                [] if ends else [Message("user", f"answer with {wanted}")],
+                ends,
+            )
         move = self._first_action + self._action_names.index(text) if self._action_names else text
         observation, reward, terminated, truncated, _ = self._game.step(move)
         done = bool(terminated or truncated)
-        return StepResult(float(reward), [] if done else [Message("user", self._render_observation(observation))], done)
+        return StepResult(
+            float(reward),
+            [] if done else [Message("user", self._render_observation(observation))],
+            done,
+        )
 
     def close(self) -> None:
         self._game.close()
@@ -103,7 +126,8 @@ _STYLE_NAMES = {
 
 
 def write_colors_as_words(drawing: str) -> str:
-    """Return a drawing for a terminal with words for its colors, which a policy cannot see: `[on red: S]`."""
+    """Return a drawing for a terminal with words for its colors, which a policy cannot
+    see: `[on red: S]`."""
     first, *rest = re.split(r"\x1b\[([\d;]*)m", drawing)
     written = [first]
     style: list[str] = []
@@ -124,8 +148,8 @@ def _to_python_values(value: Any) -> Any:
 
 
 def make_gymnasium(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """Return a factory of Gymnasium environments. An id of the form `module:ID` first imports the module that registers
-    it."""
+    """Return a factory of Gymnasium environments. An id of the form `module:ID` first imports the
+    module that registers it."""
     gymnasium = import_optional_package("gymnasium", config)
     module, _, name = target.rpartition(":")
     try:
@@ -137,4 +161,6 @@ def make_gymnasium(target: str, config: EnvConfig) -> EnvironmentFactory:
     except gymnasium.error.Error as error:
         hint = did_you_mean(name, gymnasium.registry)
         raise ConfigError(f"`env.name` = {config.name!r}: {error} {hint}") from error
-    return build_class_factory(GymnasiumEnvironment, f"{__name__}:GymnasiumEnvironment", config, id=target)
+    return build_class_factory(
+        GymnasiumEnvironment, f"{__name__}:GymnasiumEnvironment", config, id=target
+    )

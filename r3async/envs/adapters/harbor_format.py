@@ -1,5 +1,5 @@
-"""The format of Harbor's tasks, as its version 0.26 reads it: `task.toml`, an instruction, an environment, tests and a
-solution."""
+"""The format of Harbor's tasks, as its version 0.26 reads it: `task.toml`, an instruction, an
+environment, tests and a solution."""
 
 from __future__ import annotations
 
@@ -74,18 +74,23 @@ class HarborTask(msgspec.Struct, frozen=True):
 
 
 def load_task(folder: Path, variables: Mapping[str, str]) -> HarborTask:
-    """Return the task of a folder, with `variables` in place of `${NAME}` in its `env` tables. Raises `OSError`, or
-    `ValueError` that names what is missing, wrong or not supported."""
+    """Return the task of a folder, with `variables` in place of `${NAME}` in its `env` tables.
+    Raises `OSError`, or `ValueError` that names what is missing, wrong or not supported."""
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise ValueError(f"it has no {name}")
     table = decode_toml((folder / "task.toml").read_bytes())
     for name in ("environment", "agent", "verifier", "solution"):
-        if isinstance(table.get(name), dict) and isinstance(env := table[name].get("env"), dict):
-            table[name]["env"] = {key: _resolve_variable(value, variables) for key, value in env.items()}
+        if isinstance(table.get(name), dict):
+            env = table[name].get("env")
+            if isinstance(env, dict):
+                table[name]["env"] = {
+                    key: _resolve_variable(value, variables) for key, value in env.items()
+                }
     instruction = (folder / "instruction.md").read_text().strip()
     task = msgspec.convert({**table, "path": str(folder), "instruction": instruction}, HarborTask)
-    if unsupported := ", ".join(_list_unsupported(task)):
+    unsupported = ", ".join(_list_unsupported(task))
+    if unsupported:
         raise ValueError(f"it asks for {unsupported}")
     return task
 
@@ -96,15 +101,19 @@ def _resolve_variable(value: Any, variables: Mapping[str, str]) -> Any:
         return value
     found = variables.get(named[1], named[2])
     if found is None:
-        raise ValueError(f"it wants the variable {named[1]}: set it, and name it in `env.variables`")
+        raise ValueError(
+            f"it wants the variable {named[1]}: set it, and name it in `env.variables`"
+        )
     return found
 
 
 def _list_unsupported(task: HarborTask) -> list[str]:
-    environment, verifier = task.environment, task.verifier
+    environment = task.environment
+    verifier = task.verifier
     asked = {
         "several steps": task.steps,
-        "an environment of the verifier's own": verifier.environment or verifier.environment_mode == "separate",
+        "an environment of the verifier's own": verifier.environment
+        or verifier.environment_mode == "separate",
         "collected artifacts": verifier.collect,
         "docker-compose.yaml": (task.folder / "environment" / "docker-compose.yaml").exists(),
         f"os {environment.os}": environment.os.lower() != "linux",
@@ -117,8 +126,8 @@ def _list_unsupported(task: HarborTask) -> list[str]:
 
 
 def parse_rewards(text: str) -> dict[str, float]:
-    """Return the rewards by name that tests wrote: a number, which is `reward`, or an object of numbers; none if it is
-    anything else."""
+    """Return the rewards by name that tests wrote: a number, which is `reward`, or an object of
+    numbers; none if it is anything else."""
     try:
         return {"reward": to_finite_float(float(text))}
     except ValueError:
@@ -134,7 +143,8 @@ def format_exports(variables: Mapping[str, str]) -> str:
 
 
 def build_solution_command(task: HarborTask) -> str:
-    """Return the commands of `solution/solve.sh`; if it has other files beside it, they are unpacked in `/solution`."""
+    """Return the commands of `solution/solve.sh`; if it has other files beside it, they are
+    unpacked in `/solution`."""
     folder = task.folder / "solution"
     if not (folder / "solve.sh").is_file():
         raise EnvironmentFailed(f"{folder} has no solve.sh, which the oracle runs")
@@ -146,7 +156,8 @@ def build_solution_command(task: HarborTask) -> str:
 
 
 def pack_folder(folder: Path, leave_out: str = "") -> bytes:
-    """Return the content of a folder as a tar archive, owned by root, in which scripts may be executed."""
+    """Return the content of a folder as a tar archive, owned by root, in which scripts
+    may be executed."""
 
     def set_owner_and_mode(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         executable = 0o111 if entry.name.endswith(".sh") else 0

@@ -26,7 +26,13 @@ from r3async.envs.adapters.harbor_format import (
     pack_folder,
     parse_rewards,
 )
-from r3async.envs.containers import Container, SandboxContainer, build_image, fetch_image, find_docker_problem
+from r3async.envs.containers import (
+    Container,
+    SandboxContainer,
+    build_image,
+    fetch_image,
+    find_docker_problem,
+)
 from r3async.envs.pool import filter_variables
 from r3async.envs.sandbox import CommandLimits, CommandResult, can_confine
 from r3async.envs.tool_calls import run_tool_calls
@@ -37,7 +43,11 @@ BASH_TOOL: dict[str, Any] = {
     "function": {
         "name": "bash",
         "description": "Run a command. Returns its output and its exit code.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
     },
 }
 LOCAL_WORKDIR = "/app"
@@ -62,7 +72,9 @@ class HarborConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: bool = True
     commands: int = 32
     seconds: float = 60.0
-    system: str = "Work on the task with the tool bash. It is tested after your first answer without a call."
+    system: str = (
+        "Work on the task with the tool bash. It is tested after your first answer without a call."
+    )
 
 
 class TaskPlaces:
@@ -83,7 +95,9 @@ class TaskPlaces:
         return task.environment.workdir or ("" if self.needs_docker(task) else LOCAL_WORKDIR)
 
     async def open_place(self, task: HarborTask) -> Container | SandboxContainer:
-        in_docker, workdir, storage = self.needs_docker(task), self.find_workdir(task), task.environment.storage_mb
+        in_docker = self.needs_docker(task)
+        workdir = self.find_workdir(task)
+        storage = task.environment.storage_mb
         limits = CommandLimits(
             memory_mib=task.environment.memory_mb or CommandLimits().memory_mib,
             disk_mib=storage or CommandLimits().disk_mib,
@@ -95,12 +109,16 @@ class TaskPlaces:
         if in_docker:
             place = await Container.start(await self._fetch_image(task), limits)
         else:
-            place = await SandboxContainer.start(limits, [Path(workdir).parts[1], "tests", "logs", "solution"])
+            place = await SandboxContainer.start(
+                limits, [Path(workdir).parts[1], "tests", "logs", "solution"]
+            )
         files = task.folder / "environment"
         if files.is_dir() and not (in_docker and task.has_dockerfile):
             try:
                 workdir = workdir or (await place.run("pwd", OUR_SECONDS)).output.strip()
-                await place.unpack(await asyncio.to_thread(pack_folder, files, "Dockerfile"), workdir)
+                await place.unpack(
+                    await asyncio.to_thread(pack_folder, files, "Dockerfile"), workdir
+                )
             except BaseException:
                 await place.close()
                 raise
@@ -113,33 +131,42 @@ class TaskPlaces:
             work = (
                 fetch_image(task.environment.docker_image)
                 if task.environment.docker_image
-                else build_image(task.folder / "environment", tag, task.environment.build_timeout_sec)
+                else build_image(
+                    task.folder / "environment", tag, task.environment.build_timeout_sec
+                )
             )
             waiting = self._image_tasks[task.path] = asyncio.create_task(work)
-        return await asyncio.shield(waiting)  # others wait for it, too, when one episode is cancelled
+        # Others wait for it, too, when one episode is cancelled.
+        return await asyncio.shield(waiting)
 
 
 class HarborEnvironment:
-    """A task of Harbor, worked on by commands in a container of its image, or in a sandbox of this machine.
+    """A task of Harbor, worked on by commands in a container of its image, or in a sandbox
+    of this machine.
 
-    The first answer without a call ends the episode: the task's tests run, as Harbor runs them, and write the reward.
-    It is 0 if they write none, as Harbor counts it, or if they run out of time. The time limit of the agent is that of
-    all commands together, so the speed of the model does not decide a reward.
+    The first answer without a call ends the episode: the task's tests run, as Harbor runs them, and
+    write the reward. It is 0 if they write none, as Harbor counts it, or if they run out of time.
+    The time limit of the agent is that of all commands together, so the speed of the model does not
+    decide a reward.
     """
 
     tools = (BASH_TOOL,)
 
     def __init__(self, tasks: Sequence[HarborTask], places: TaskPlaces, settings: HarborConfig):
         self.size = len(tasks)
-        self._tasks, self._places, self._settings = tasks, places, settings
+        self._tasks = tasks
+        self._places = places
+        self._settings = settings
         self._task = tasks[0]
         self._place: Container | SandboxContainer | None = None
-        self._command_count, self._seconds_left = 0, 0.0
+        self._command_count = 0
+        self._seconds_left = 0.0
 
     async def reset(self, task_seed: int) -> list[Message]:
         await self.close()
         task = self._task = self._tasks[task_seed % self.size]
-        self._command_count, self._seconds_left = 0, task.agent.timeout_sec or math.inf
+        self._command_count = 0
+        self._seconds_left = task.agent.timeout_sec or math.inf
         self._place = await self._places.open_place(task)
         system = [Message("system", self._settings.system)] if self._settings.system else []
         return [*system, Message("user", task.instruction)]
@@ -169,7 +196,8 @@ class HarborEnvironment:
         return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': arguments})}</tool_call>"
 
     async def close(self) -> None:
-        place, self._place = self._place, None
+        place = self._place
+        self._place = None
         if place is not None:
             await place.close()
 
@@ -194,27 +222,40 @@ class HarborEnvironment:
         return await self._place.run(shell, seconds, "" if phase.user is None else str(phase.user))
 
     async def _run_tests(self) -> tuple[float, dict[str, float]]:
-        """Run the tests as they came with the task. Returns the reward, and the other rewards as metrics."""
-        empty = "rm -rf /logs/verifier; mkdir -p /tests -m 777 /logs/verifier && find /tests -mindepth 1 -delete"
+        """Run the tests as they came with the task. Returns the reward, and the other
+        rewards as metrics."""
+        empty = (
+            "rm -rf /logs/verifier; mkdir -p /tests -m 777 /logs/verifier && find /tests "
+            "-mindepth 1 -delete"
+        )
         await self._run_command(empty, OUR_SECONDS, _AS_ROOT)
         assert self._place is not None
-        await self._place.unpack(await asyncio.to_thread(pack_folder, self._task.folder / "tests"), "/tests")
+        await self._place.unpack(
+            await asyncio.to_thread(pack_folder, self._task.folder / "tests"), "/tests"
+        )
         verifier = self._task.verifier
         run_tests = "/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
-        tested = await self._run_command(run_tests, verifier.timeout_sec or VERIFIER_SECONDS, verifier)
-        read_rewards = "cat /logs/verifier/reward.json 2> /dev/null || cat /logs/verifier/reward.txt 2> /dev/null"
+        tested = await self._run_command(
+            run_tests, verifier.timeout_sec or VERIFIER_SECONDS, verifier
+        )
+        read_rewards = (
+            "cat /logs/verifier/reward.json 2> /dev/null || cat "
+            "/logs/verifier/reward.txt 2> /dev/null"
+        )
         written = (await self._run_command(read_rewards, OUR_SECONDS, _AS_ROOT)).output
         rewards = parse_rewards(written) if tested.exit_code is not None else {}
         if len(rewards) > 1 and "reward" not in rewards:
-            raise EnvironmentFailed(f"{self._task.folder}: its tests wrote {', '.join(rewards)}, and no `reward`")
+            raise EnvironmentFailed(
+                f"{self._task.folder}: its tests wrote {', '.join(rewards)}, and no `reward`"
+            )
         without = {"tests_without_reward": float(not rewards)}
         reward = rewards.pop("reward") if "reward" in rewards else sum(rewards.values())
         return reward, {**rewards, **without}
 
 
 def make_harbor(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """Return a factory of the tasks in a folder. Raises `ConfigError` for wrong `env.args`, and for tasks that cannot be
-    played on this machine, which it names."""
+    """Return a factory of the tasks in a folder. Raises `ConfigError` for wrong `env.args`, and for
+    tasks that cannot be played on this machine, which it names."""
     try:
         settings = msgspec.convert(config.reveal_args(), HarborConfig)
     except msgspec.ValidationError as error:
@@ -222,39 +263,66 @@ def make_harbor(target: str, config: EnvConfig) -> EnvironmentFactory:
     folders = sorted(path.parent for path in resolve_user_path(target).rglob("task.toml"))
     if not folders:
         raise ConfigError(f"`env.name` = {config.name!r}: no task.toml in {target} or below it")
-    variables, tasks, problems = filter_variables(config.variables), [], {}
+    variables = filter_variables(config.variables)
+    tasks = []
+    problems = {}
     for folder in folders:
         try:
             tasks.append(load_task(folder, variables))
         except (OSError, ValueError) as error:
             problems[folder.name] = f" ({error})"
-    places, hint = TaskPlaces(settings.images), "mend or remove them"
+    places = TaskPlaces(settings.images)
+    hint = "mend or remove them"
     if not problems:
         problems, hint = _find_place_problems(tasks, places)
     if problems:
-        listed = ", ".join(f"{name}{why}" for name, why in list(problems.items())[:8]) + ", …" * (len(problems) > 8)
+        listed = ", ".join(f"{name}{why}" for name, why in list(problems.items())[:8]) + (
+            ", …" if len(problems) > 8 else ""
+        )
         raise ConfigError(
-            f"`env.name` = {config.name!r}: {len(problems)} of its {len(folders)} tasks cannot run: {listed}: {hint}"
+            f"`env.name` = {config.name!r}: {len(problems)} of its {len(folders)} tasks cannot "
+            f"run: {listed}: {hint}"
         )
     return lambda: HarborEnvironment(tasks, places, settings)
 
 
-def _find_place_problems(tasks: Sequence[HarborTask], places: TaskPlaces) -> tuple[dict[str, str], str]:
-    """Return the names of the tasks for which this machine has no place, each with a reason of its own, and what to do
-    about it."""
+def _find_place_problems(
+    tasks: Sequence[HarborTask], places: TaskPlaces
+) -> tuple[dict[str, str], str]:
+    """Return the names of the tasks for which this machine has no place, each with a reason of its
+    own, and what to do about it."""
     named = [task.folder.name for task in tasks if places.needs_docker(task)]
-    if named and (why := run_on_own_loop(find_docker_problem())):
-        hint = f"they need images, and there is no Docker ({why}): start it, or set `env.args.images` = false if they"
-        return dict.fromkeys(named, ""), f"{hint} need nothing that this machine lacks"
-    local = {task.folder.name: places.find_workdir(task) for task in tasks if not places.needs_docker(task)}
+    if named:
+        why = run_on_own_loop(find_docker_problem())
+        if why:
+            hint = (
+                f"they need images, and there is no Docker ({why}): start it, or set "
+                "`env.args.images` = false if they"
+            )
+            return dict.fromkeys(named, ""), f"{hint} need nothing that this machine lacks"
+    local = {
+        task.folder.name: places.find_workdir(task)
+        for task in tasks
+        if not places.needs_docker(task)
+    }
     if local and not run_on_own_loop(can_confine()):
-        hint = "without an image they need namespaces, which this machine forbids: give them an image, and Docker"
+        hint = (
+            "without an image they need namespaces, which this machine forbids: give them an "
+            "image, and Docker"
+        )
         return dict.fromkeys(local, ""), hint
     hint = "outside of a container a workdir is in a folder that this machine lacks, such as /app"
-    return {name: f" (its workdir is {path})" for name, path in local.items() if not _is_new_top(path)}, hint
+    return {
+        name: f" (its workdir is {path})" for name, path in local.items() if not _is_new_top(path)
+    }, hint
 
 
 def _is_new_top(workdir: str) -> bool:
-    """Return True if a workdir is in a top folder that this machine lacks, so that showing it hides nothing."""
+    """Return True if a workdir is in a top folder that this machine lacks, so that showing
+    it hides nothing."""
     parts = Path(workdir).parts
-    return parts[:1] == ("/",) and len(parts) > 1 and (parts[1] == "app" or not Path("/", parts[1]).exists())
+    return (
+        parts[:1] == ("/",)
+        and len(parts) > 1
+        and (parts[1] == "app" or not Path("/", parts[1]).exists())
+    )

@@ -9,7 +9,11 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -22,10 +26,12 @@ from r3async.learner.packed_attention import AttentionPlan, packed_attention, pl
 
 @dataclass
 class PackedAttentionParams(PackedSeqParams):
-    """The parameters of every attention layer for one micro-batch: its attention plan, and the rotary angles.
+    """The parameters of every attention layer for one micro-batch: its attention plan, and
+    the rotary angles.
 
-    `cos` and `sin` are `[n, 1, R / 2]` in the compute dtype, where the first `R` values of a head are rotated. They are
-    those of the tokens that this rank has; with `context_parallel` other ranks have the others.
+    `cos` and `sin` are `[n, 1, R / 2]` in the compute dtype, where the first `R` values of a head
+    are rotated. They are those of the tokens that this rank has; with `context_parallel` other
+    ranks have the others.
     """
 
     attention: AttentionPlan | None = None
@@ -62,7 +68,8 @@ def build_attention_params(
 
 
 class _RotaryEmbedding(torch.autograd.Function):
-    """Rotary embedding of `x [N, heads, D]`, halves convention: the pair (x[i], x[i + D/2]) turns by the angle.
+    """Rotary embedding of `x [N, heads, D]`, halves convention: the pair (x[i], x[i + D/2])
+    turns by the angle.
 
     The gradient turns back, so only the angles are kept for the backward pass.
     """
@@ -95,7 +102,9 @@ def apply_rotary(x: Tensor, plan: PackedAttentionParams) -> Tensor:
     turning = 2 * plan.cos.shape[-1]
     if turning == x.shape[-1]:
         return _RotaryEmbedding.apply(x, plan.cos, plan.sin)
-    return torch.cat([_RotaryEmbedding.apply(x[..., :turning], plan.cos, plan.sin), x[..., turning:]], dim=-1)
+    return torch.cat(
+        [_RotaryEmbedding.apply(x[..., :turning], plan.cos, plan.sin), x[..., turning:]], dim=-1
+    )
 
 
 def attend_across_ranks(
@@ -114,13 +123,20 @@ def attend_across_ranks(
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron core attention over packed samples (`qkv_format="thd"`), causal, with rotary embedding.
+    """Megatron core attention over packed samples (`qkv_format="thd"`), causal, with
+    rotary embedding.
 
-    Megatron's rotary embedding of packed input loops over samples in Python, in every layer; here the model is built
-    with `position_embedding_type="none"` and the angles come with the plan.
+    Megatron's rotary embedding of packed input loops over samples in Python, in every layer; here
+    the model is built with `position_embedding_type="none"` and the angles come with the plan.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ):
         super().__init__()
         if config.attention_dropout:
             raise ValueError("attention dropout is not supported")
@@ -136,20 +152,26 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedAttentionParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute attention: `query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`.
+        """Compute attention: `query [N, heads, D]`, `key` and `value` `[N, groups, D]` ->
+        `[N, heads, D]`.
 
         Masks are implied by the plan.
         """
         plan = packed_seq_params
-        assert isinstance(plan, PackedAttentionParams), "samples are packed; their plan goes in packed_seq_params"
-        return attend_across_ranks(apply_rotary(query, plan), apply_rotary(key, plan), value, plan, self._scale)
+        assert isinstance(plan, PackedAttentionParams), (
+            "samples are packed; their plan goes in packed_seq_params"
+        )
+        return attend_across_ranks(
+            apply_rotary(query, plan), apply_rotary(key, plan), value, plan, self._scale
+        )
 
 
 class _RMSNormFunction(torch.autograd.Function):
     """RMSNorm of float32 on CPU, where torch's own backward pass is a chain of eight operations.
 
-    With mean 0 and `r = 1 / rms(x)` in place of its own statistics, LayerNorm's backward kernel gives RMSNorm's
-    gradient but for the term `-r * mean(grad * weight)`, which is added back. It is 4 times as fast in all.
+    With mean 0 and `r = 1 / rms(x)` in place of its own statistics, LayerNorm's backward kernel
+    gives RMSNorm's gradient but for the term `-r * mean(grad * weight)`, which is added back. It is
+    4 times as fast in all.
     """
 
     @staticmethod
@@ -162,7 +184,8 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        grad, size = grads[0].contiguous(), x.shape[-1]
+        grad = grads[0].contiguous()
+        size = x.shape[-1]
         zero = torch.zeros_like(scale)
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, [size], zero, scale, weight, None, [True, True, False]
@@ -173,11 +196,13 @@ class _RMSNormFunction(torch.autograd.Function):
 class TorchRMSNorm(torch.nn.RMSNorm):
     """RMSNorm with Megatron's signature.
 
-    Megatron's own wrapper refuses sequence parallelism; this one tags the weight, so that its gradient is reduced over
-    the tensor-parallel group.
+    Megatron's own wrapper refuses sequence parallelism; this one tags the weight, so that its
+    gradient is reduced over the tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any
+    ):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 
@@ -191,7 +216,15 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 class AllHeadsRMSNorm(TorchRMSNorm):
     """RMSNorm over all `heads` of a token together, where Megatron normalises each head alone."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        heads: int,
+        **kwargs: Any,
+    ):
         super().__init__(config, heads * hidden_size, eps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,23 +233,30 @@ class AllHeadsRMSNorm(TorchRMSNorm):
 
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms inside latent attention, as in transformers, whatever `config.json` says for the other norms."""
+"""Epsilon of the norms inside latent attention, as in transformers, whatever `config.json` says for
+the other norms."""
 
 
 class LatentAttention(torch.nn.Module):
-    """Multi-head latent attention (MLA, arXiv 2405.04434) over packed samples, in place of Megatron's self-attention.
+    """Multi-head latent attention (MLA, arXiv 2405.04434) over packed samples, in place of
+    Megatron's self-attention.
 
-    Megatron's rotary embedding of packed input loops over samples, and its kernel needs TransformerEngine.
+    Megatron's rotary embedding of packed input loops over samples, and its kernel needs
+    TransformerEngine.
 
-    Queries, and keys with values, come from low-rank projections, which every rank has of its own tokens; heads are
-    divided among tensor-parallel ranks. The last `rope_dim` values of a head are rotated, and those of a key are the
-    same for all heads.
+    Queries, and keys with values, come from low-rank projections, which every rank has of its own
+    tokens; heads are divided among tensor-parallel ranks. The last `rope_dim` values of a head are
+    rotated, and those of a key are the same for all heads.
     """
 
-    def __init__(self, config: TransformerConfig, *, shape: MegatronModelShape, layer_number: int, **_: Any):
+    def __init__(
+        self, config: TransformerConfig, *, shape: MegatronModelShape, layer_number: int, **_: Any
+    ):
         super().__init__()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        self._shape, self._num_local_heads, self._is_tensor_parallel = shape, shape.num_heads // ranks, ranks > 1
+        self._shape = shape
+        self._num_local_heads = shape.num_heads // ranks
+        self._is_tensor_parallel = ranks > 1
         low = {"bias": False, "dtype": config.params_dtype}
         up = {"config": config, "init_method": config.init_method, "bias": False}
         if shape.query_rank:
@@ -226,12 +266,20 @@ class LatentAttention(torch.nn.Module):
         self.linear_q_up_proj = ColumnParallelLinear(
             shape.query_rank or shape.hidden_size, wide, gather_output=False, **up
         )
-        self.linear_kv_down_proj = torch.nn.Linear(shape.hidden_size, shape.kv_rank + shape.rope_dim, **low)
+        self.linear_kv_down_proj = torch.nn.Linear(
+            shape.hidden_size, shape.kv_rank + shape.rope_dim, **low
+        )
         self.kv_layernorm = TorchRMSNorm(config, shape.kv_rank, LATENT_NORM_EPS)
         wide = shape.num_heads * (shape.qk_dim - shape.rope_dim + shape.value_dim)
-        self.linear_kv_up_proj = ColumnParallelLinear(shape.kv_rank, wide, gather_output=False, **up)
+        self.linear_kv_up_proj = ColumnParallelLinear(
+            shape.kv_rank, wide, gather_output=False, **up
+        )
         self.linear_proj = RowParallelLinear(
-            shape.num_heads * shape.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **up
+            shape.num_heads * shape.value_dim,
+            shape.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **up,
         )
 
     def forward(
@@ -243,19 +291,32 @@ class LatentAttention(torch.nn.Module):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention: `hidden_states [N / tp, 1, hidden]` -> the same shape, and no bias."""
-        plan, s = packed_seq_params, self._shape
-        assert isinstance(plan, PackedAttentionParams), "samples are packed; their plan goes in packed_seq_params"
-        low = self.q_layernorm(self.linear_q_down_proj(hidden_states)) if s.query_rank else hidden_states
+        plan = packed_seq_params
+        s = self._shape
+        assert isinstance(plan, PackedAttentionParams), (
+            "samples are packed; their plan goes in packed_seq_params"
+        )
+        low = (
+            self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            if s.query_rank
+            else hidden_states
+        )
         query = self.linear_q_up_proj(low)[0].view(-1, self._num_local_heads, s.qk_dim)
-        latent, turning = self.linear_kv_down_proj(hidden_states).split([s.kv_rank, s.rope_dim], dim=-1)
+        latent, turning = self.linear_kv_down_proj(hidden_states).split(
+            [s.kv_rank, s.rope_dim], dim=-1
+        )
         if self._is_tensor_parallel:
             turning = gather_from_sequence_parallel_region(turning)
         fixed = s.qk_dim - s.rope_dim
-        both = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].view(-1, self._num_local_heads, fixed + s.value_dim)
+        both = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].view(
+            -1, self._num_local_heads, fixed + s.value_dim
+        )
         key, value = both.split([fixed, s.value_dim], dim=-1)
         alike = self._apply_rotary(turning, plan).expand(-1, self._num_local_heads, -1)
         key = torch.cat([key, alike], dim=-1)
-        query = torch.cat([query[..., :fixed], self._apply_rotary(query[..., fixed:], plan)], dim=-1)
+        query = torch.cat(
+            [query[..., :fixed], self._apply_rotary(query[..., fixed:], plan)], dim=-1
+        )
         out = attend_across_ranks(query, key, value.contiguous(), plan, s.attention_scale)
         return self.linear_proj(out.flatten(1)[:, None])[0], None
 

@@ -1,4 +1,5 @@
-"""The backend on megatron-core: `MegatronLearner`, with rollout routing replay, on CPU or CUDA, on one rank or many."""
+"""The backend on megatron-core: `MegatronLearner`, with rollout routing replay, on CPU or CUDA, on
+one rank or many."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+)
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -26,7 +29,11 @@ from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.attention import build_attention_params
 from r3async.learner.megatron.model import HiddenStatesModel, build_model, freeze_padding_embedding
 from r3async.learner.megatron.routers import attach_replay
-from r3async.learner.megatron.trained_part import build_adapter_mappings, build_adapters, select_trained_mappings
+from r3async.learner.megatron.trained_part import (
+    build_adapter_mappings,
+    build_adapters,
+    select_trained_mappings,
+)
 from r3async.learner.megatron.transformer_config import build_transformer_config
 from r3async.learner.megatron.weights import (
     ParameterMapping,
@@ -49,8 +56,8 @@ from r3async.learner.token_logprobs import select_supports, token_logprobs
 class MegatronLearner(LearnerBackend):
     """A learner backend whose model is built by megatron-core.
 
-    One process is one rank with one device. With `learner.parallel` beyond one rank, the default process group must be
-    initialized, and every rank loads a learner and makes the same calls.
+    One process is one rank with one device. With `learner.parallel` beyond one rank, the default
+    process group must be initialized, and every rank loads a learner and makes the same calls.
     """
 
     name = "megatron"
@@ -67,9 +74,14 @@ class MegatronLearner(LearnerBackend):
         device: torch.device,
         adapters: LoraAdapters | None = None,
     ):
-        self.model, self.shape, self.mappings, self._device = model, shape, mappings, device
+        self.model = model
+        self.shape = shape
+        self.mappings = mappings
+        self._device = device
         self._bias_mappings = map_expert_biases(model, shape)
-        assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in self.mappings}, "unlinked"
+        assert {id(p) for p in model.parameters()} == {
+            id(link.parameter) for link in self.mappings
+        }, "unlinked"
         p = config.learner.parallel
         freeze_padding_embedding(model, shape.padding_token, (layout.tp_rank, p.tp))
         replay = attach_replay(
@@ -83,7 +95,11 @@ class MegatronLearner(LearnerBackend):
             device=device,
             is_recomputed=config.learner.recompute != "none",
         )
-        trained = build_adapter_mappings(adapters, mappings) if adapters else select_trained_mappings(mappings)
+        trained = (
+            build_adapter_mappings(adapters, mappings)
+            if adapters
+            else select_trained_mappings(mappings)
+        )
         learner = config.learner
         summed = parallel.GradientReducer(
             trained, layout, sharded=learner.shard_optimizer, keeps_shares=learner.shard_gradients
@@ -92,15 +108,17 @@ class MegatronLearner(LearnerBackend):
             [link.parameter for link in trained],
             config.learner,
             updates_total=count_updates(config),
-            reduce_gradients=summed.reduce_gradients if config.learner.parallel.world_size > 1 else None,
+            reduce_gradients=summed.reduce_gradients
+            if config.learner.parallel.world_size > 1
+            else None,
             squared_norm=summed.compute_squared_norm,
             shares=summed.shares,
             gather_parameters=summed.gather_parameters,
             add_gradient=summed.add_gradient if learner.shard_gradients else None,
             on_change=adapters.merge_weights if adapters else lambda: None,
         )
-        self._first_token_id, self._num_local_logits, self._vocabulary_group = find_vocabulary_shard(
-            shape.vocab_size, layout
+        self._first_token_id, self._num_local_logits, self._vocabulary_group = (
+            find_vocabulary_shard(shape.vocab_size, layout)
         )
         super().__init__(
             config,
@@ -112,21 +130,30 @@ class MegatronLearner(LearnerBackend):
             parameters=model.parameters(),
             adapters=adapters,
             expert_biases=[
-                ExpertBias(link.tensor_names[0], column, link.parameter, locate_shard(link).is_writer)
+                ExpertBias(
+                    link.tensor_names[0], column, link.parameter, locate_shard(link).is_writer
+                )
                 for link, column in zip(
-                    self._bias_mappings, replay.moe_layer_indices if self._bias_mappings else (), strict=True
+                    self._bias_mappings,
+                    replay.moe_layer_indices if self._bias_mappings else (),
+                    strict=True,
                 )
             ],
         )
 
     @classmethod
-    def from_pretrained(cls, config: Config, model_path: Path, *, frozen: bool = False) -> MegatronLearner:
-        """Build this rank's part of the model, and load its weights; nothing of a `frozen` one is trained.
+    def from_pretrained(
+        cls, config: Config, model_path: Path, *, frozen: bool = False
+    ) -> MegatronLearner:
+        """Build this rank's part of the model, and load its weights; nothing of a
+        `frozen` one is trained.
 
-        Collective. Raises `LearnerError` for a model or a layout that this backend does not support.
+        Collective. Raises `LearnerError` for a model or a layout that this backend
+        does not support.
         """
         cpu.patch_megatron()
-        source, cuda = Path(model_path), torch.cuda.is_available()
+        source = Path(model_path)
+        cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if not cuda:
             torch.set_num_threads(config.learner.threads)
@@ -144,9 +171,11 @@ class MegatronLearner(LearnerBackend):
             model.requires_grad_(False)
         return cls(config, source, layout, shape, model, linked, device, adapters)
 
-    # -- passes ----------------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
-    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Tensor:
+    def forward(
+        self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None
+    ) -> Tensor:
         """Return this pipeline stage's output for the micro-batch, `[N / (cp tp), 1, hidden]`."""
         plan = build_attention_params(
             micro_batch,
@@ -155,20 +184,29 @@ class MegatronLearner(LearnerBackend):
             device=self._device,
             context=self.ranks.context_parallel,
         )
-        ids = self._to_device(micro_batch.table["token_ids"][self._local_rows(micro_batch)].astype(np.int64))
+        ids = self._to_device(
+            micro_batch.table["token_ids"][self._local_rows(micro_batch)].astype(np.int64)
+        )
         hidden = self.model(ids[None], None, None, packed_seq_params=plan)
         return hidden if routes is None else routes.track_backward(hidden)
 
-    def score_tokens(self, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray) -> TokenScores:
-        hidden, context = output, self.ranks.context_parallel
+    def score_tokens(
+        self, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray
+    ) -> TokenScores:
+        hidden = output
+        context = self.ranks.context_parallel
         if self.config.learner.parallel.tp > 1:
-            # Each rank's logits are of its own part of the vocabulary, so their gradients add up in the backward pass.
+            # Each rank's logits are of its own part of the vocabulary, so their gradients add up in
+            # the backward pass.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        before, here = micro_batch.previous_rows(rows), self._local_rows(micro_batch)
+        before = micro_batch.previous_rows(rows)
+        here = self._local_rows(micro_batch)
         # The rank that has the token before it computes a token's log-prob.
         (mine,) = np.nonzero((before >= here.start) & (before < here.stop))
         if context is not None:
-            total, rows, before = len(rows), rows[mine], before[mine] - here.start
+            total = len(rows)
+            rows = rows[mine]
+            before = before[mine] - here.start
         ids = micro_batch.table["token_ids"][rows].astype(np.int64)
         weight = self.model.get_output_weight()
         if len(weight) > self._num_local_logits:  # not always: the gradient of a slice is a copy
@@ -176,7 +214,9 @@ class MegatronLearner(LearnerBackend):
         entropy_gradient = self.config.algorithm.entropy_coef != 0
         scores = token_logprobs(
             weight,
-            DeterministicGather.from_index(before, here.stop - here.start, self._device)(hidden[:, 0]),
+            DeterministicGather.from_index(before, here.stop - here.start, self._device)(
+                hidden[:, 0]
+            ),
             self._to_device(ids),
             self._to_device(micro_batch.token_temperatures[rows]),
             first_token_id=self._first_token_id,
@@ -193,10 +233,15 @@ class MegatronLearner(LearnerBackend):
     def _local_rows(self, micro_batch: MicroBatch) -> slice:
         """Return the rows of this rank and of those that it is tensor parallel with."""
         context = self.ranks.context_parallel
-        return slice(0, micro_batch.num_tokens) if context is None else context.local_rows(micro_batch.num_tokens)
+        return (
+            slice(0, micro_batch.num_tokens)
+            if context is None
+            else context.local_rows(micro_batch.num_tokens)
+        )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device. It must be our own, not a table's column: columns may be read-only."""
+        """Copy an array to the device. It must be our own, not a table's column: columns
+        may be read-only."""
         return upload_array(array, self._device)
 
     def run_schedule(
@@ -217,11 +262,17 @@ class MegatronLearner(LearnerBackend):
 
         def last(index: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             loss = on_output(index, hidden)
-            return hidden.new_zeros(()) if loss is None else loss, torch.zeros([], dtype=torch.int), {}
+            return (
+                hidden.new_zeros(()) if loss is None else loss,
+                torch.zeros([], dtype=torch.int),
+                {},
+            )
 
         with self.replay.bind_pipelined() as bind, cpu.map_cuda_to_cpu():
 
-            def step(iterator: Iterator[int], _: HiddenStatesModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            def step(
+                iterator: Iterator[int], _: HiddenStatesModel
+            ) -> tuple[Tensor, Callable[[Tensor], Any]]:
                 index = next(iterator)
                 return forward(index, bind), partial(last, index)
 
@@ -230,7 +281,8 @@ class MegatronLearner(LearnerBackend):
                 data_iterator=iter(range(count)),
                 model=self.model,
                 num_microbatches=count,
-                # Stages send each other the length of every micro-batch; these are only first guesses.
+                # Stages send each other the length of every micro-batch; these are
+                # only first guesses.
                 seq_length=1,
                 micro_batch_size=1,
                 forward_only=not backward,
@@ -238,7 +290,8 @@ class MegatronLearner(LearnerBackend):
 
     def broadcast_logprobs(self, values: Sequence[np.ndarray]) -> None:
         if self.config.learner.parallel.pp > 1:
-            group, source = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_last_rank()
+            group = ps.get_pipeline_model_parallel_group()
+            source = ps.get_pipeline_model_parallel_last_rank()
             for each in values:
                 dist.broadcast(torch.from_numpy(each), source, group)
 
@@ -249,11 +302,13 @@ class MegatronLearner(LearnerBackend):
         if self.ranks.context_parallel is not None:
             dist.all_reduce(routes, group=self.ranks.context_parallel.group)
 
-    # -- saved state -----------------------------------------------------------------------------------------------
+    # -- saved state -------------------------------------------------------------------------------
 
     def parameter_slices(self) -> list[ShardSlice]:
         sharded = self.config.learner.shard_optimizer
-        return [locate_shard(link, sharded=sharded) for link in select_trained_mappings(self.mappings)]
+        return [
+            locate_shard(link, sharded=sharded) for link in select_trained_mappings(self.mappings)
+        ]
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
         """Return the snapshot on the model's device with one rank, and on the host with several."""
@@ -267,8 +322,11 @@ class MegatronLearner(LearnerBackend):
         self.ranks.close()
 
 
-def find_vocabulary_shard(size: int, layout: parallel.MegatronRankGroup) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Return the first token id and the columns of this rank's logits, and the ranks that have the others."""
+def find_vocabulary_shard(
+    size: int, layout: parallel.MegatronRankGroup
+) -> tuple[int, int, dist.ProcessGroup | None]:
+    """Return the first token id and the columns of this rank's logits, and the ranks that
+    have the others."""
     ranks = layout.parallel.tp
     if ranks == 1:
         return 0, size, None

@@ -1,9 +1,10 @@
-"""Context parallelism: the tokens of a micro-batch divided among ranks, and their heads during attention.
+"""Context parallelism: the tokens of a micro-batch divided among ranks, and their heads
+during attention.
 
-Each rank has a contiguous part of the packed tokens; sequence-parallel ranks divide that part in the same way. For
-attention the ranks exchange (arXiv 2309.14509): every rank gets all tokens of some heads, attends as one rank would,
-and sends the results back. The work is even whatever samples are packed, attention itself is unchanged, and routes are
-cut like the tokens that they belong to.
+Each rank has a contiguous part of the packed tokens; sequence-parallel ranks divide that part in
+the same way. For attention the ranks exchange (arXiv 2309.14509): every rank gets all tokens of
+some heads, attends as one rank would, and sends the results back. The work is even whatever samples
+are packed, attention itself is unchanged, and routes are cut like the tokens that they belong to.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class ContextParallelGroup:
 
         If there are fewer heads than ranks, several ranks get the same one.
         """
-        return _ToHeads.apply(x.repeat_interleave(max(1, self.num_ranks // x.shape[1]), dim=1), self)
+        return _ToHeads.apply(
+            x.repeat_interleave(max(1, self.num_ranks // x.shape[1]), dim=1), self
+        )
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Undo `to_heads`, for heads that are divided."""
@@ -47,7 +50,8 @@ class ContextParallelGroup:
     def all_reduce_scores(
         self, scores: TokenScores, mine: np.ndarray, total: int, *, entropy_gradient: bool
     ) -> TokenScores:
-        """Combine the scores of `total` tokens from each rank's own `scores` of those at `mine` (int64).
+        """Combine the scores of `total` tokens from each rank's own `scores` of those
+        at `mine` (int64).
 
         Every rank gets all of them, and its own part of the gradient.
         """
@@ -56,7 +60,8 @@ class ContextParallelGroup:
 
 
 def _all_to_all(x: Tensor, context: ContextParallelGroup) -> Tensor:
-    """Return what each rank sends to this one, `[ranks, ...]`, given what this rank sends to each."""
+    """Return what each rank sends to this one, `[ranks, ...]`, given what this
+    rank sends to each."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=context.group)
     return out
@@ -64,12 +69,18 @@ def _all_to_all(x: Tensor, context: ContextParallelGroup) -> Tensor:
 
 def _exchange_to_heads(x: Tensor, context: ContextParallelGroup) -> Tensor:
     """Exchange `[n, heads, D]` -> `[N, heads / ranks, D]`."""
-    return _all_to_all(x.unflatten(1, (context.num_ranks, -1)).transpose(0, 1).contiguous(), context).flatten(0, 1)
+    return _all_to_all(
+        x.unflatten(1, (context.num_ranks, -1)).transpose(0, 1).contiguous(), context
+    ).flatten(0, 1)
 
 
 def _exchange_to_tokens(x: Tensor, context: ContextParallelGroup) -> Tensor:
     """Exchange `[N, heads / ranks, D]` -> `[n, heads, D]`."""
-    return _all_to_all(x.contiguous().unflatten(0, (context.num_ranks, -1)), context).transpose(0, 1).flatten(1, 2)
+    return (
+        _all_to_all(x.contiguous().unflatten(0, (context.num_ranks, -1)), context)
+        .transpose(0, 1)
+        .flatten(1, 2)
+    )
 
 
 class _ToHeads(torch.autograd.Function):

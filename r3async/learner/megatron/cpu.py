@@ -1,7 +1,7 @@
 """Patches that let megatron-core 0.16 run without CUDA, and without TransformerEngine.
 
-`patch_megatron` changes names inside `torch.cuda` and Megatron, once and for the whole process; on a CUDA machine it
-only supplies the names that Megatron leaves unbound without TransformerEngine.
+`patch_megatron` changes names inside `torch.cuda` and Megatron, once and for the whole process; on
+a CUDA machine it only supplies the names that Megatron leaves unbound without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ class _StubFp8State:
 
 @contextlib.contextmanager
 def light_megatron_import() -> Iterator[None]:
-    """Keep unneeded modules out of Megatron's imports in this block: wandb, and without CUDA the compiler.
+    """Keep unneeded modules out of Megatron's imports in this block: wandb, and without
+    CUDA the compiler.
 
-    Only Megatron's logging needs wandb. On two cores Megatron's import then takes 2.0 s of CPU instead of 5.8 s, in
-    each process that trains.
+    Only Megatron's logging needs wandb. On two cores Megatron's import then takes 2.0 s of CPU
+    instead of 5.8 s, in each process that trains.
     """
     compiler = torch.compile
     if not torch.cuda.is_available():
-        # Megatron's small functions would be compiled; on CPU they recompile for every shape, eight times slower.
+        # Megatron's small functions would be compiled; on CPU they recompile for every shape,
+        # eight times slower.
         torch.compile = _skip_compilation
-    if unused := "wandb" not in sys.modules:
+    unused = "wandb" not in sys.modules
+    if unused:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it raises ImportError
     try:
         yield
@@ -64,7 +67,8 @@ def _skip_compilation(function: Callable[..., Any] | None = None, **settings: An
 
 @cache
 def patch_megatron() -> None:
-    """Make Megatron usable on this machine. Call before building a model; calling again does nothing."""
+    """Make Megatron usable on this machine. Call before building a model; calling
+    again does nothing."""
     _stub_transformer_engine()
     if not torch.cuda.is_available():
         _stub_cuda()
@@ -74,20 +78,25 @@ def _stub_transformer_engine() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
-    # The router's gating function tests `te_general_gemm is not None`, a name bound only if TransformerEngine imports.
+    # The router's gating function tests `te_general_gemm is not None`, a name bound only if
+    # TransformerEngine imports.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # Activation recompute of norms asks whether FP8 is on through names with the same defect.
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = _StubFp8State
-        random.activation_recompute_forward = random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+        random.activation_recompute_forward = random.fp8_autocast = lambda *a, **k: (
+            contextlib.nullcontext()
+        )
 
 
 def _stub_cuda() -> None:
     from megatron.core.tensor_parallel import random
 
-    cuda, cpu = torch.cuda, torch.device("cpu")
-    # The router moves its weight to the current device; the tensor-parallel mappings allocate on it.
+    cuda = torch.cuda
+    cpu = torch.device("cpu")
+    # The router moves its weight to the current device; the tensor-parallel
+    # mappings allocate on it.
     cuda.current_device = lambda: cpu
     # The all-to-all dispatcher makes a side stream when it is built.
     stream = _StubStream()
@@ -98,7 +107,8 @@ def _stub_cuda() -> None:
     torch.Tensor.cuda = lambda self, *a, **k: self
     # Pipeline communication synchronises the device after a batch of sends and receives.
     cuda.synchronize = lambda *a, **k: None
-    # Activation recompute saves and restores the CUDA generator. Nothing here draws from it: dropout must be 0.
+    # Activation recompute saves and restores the CUDA generator. Nothing here draws from it:
+    # dropout must be 0.
     state = torch.zeros(16, dtype=torch.uint8)
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: state
     cuda.manual_seed = lambda seed: None

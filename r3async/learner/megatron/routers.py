@@ -19,19 +19,23 @@ TopKFunction = Callable[..., tuple[Tensor, Tensor]]
 class RouterReplayAdapter(RouterReplay):
     """A stand-in for one router's `router_replay`, which asks `replay` about that router.
 
-    With nothing bound, the router behaves exactly like Megatron's. Megatron's own class keeps a class-wide list, a
-    queue for the backward pass and no checks: a record with fewer rows than tokens silently leaves the others without
-    expert.
+    With nothing bound, the router behaves exactly like Megatron's. Megatron's own class keeps a
+    class-wide list, a queue for the backward pass and no checks: a record with fewer rows than
+    tokens silently leaves the others without expert.
     """
 
     def __init__(self, replay: RoutingReplay, index: int, *, pre_softmax: bool):
-        # RouterReplay.__init__ is not called on purpose: it would add the instance to the class-wide list.
-        self._replay, self._index, self._pre_softmax = replay, index, pre_softmax
+        # RouterReplay.__init__ is not called on purpose: it would add the instance to the
+        # class-wide list.
+        self._replay = replay
+        self._index = index
+        self._pre_softmax = pre_softmax
         self.clear_indices()
         self.clear_router_replay_action()
 
     def _to_probabilities(self, scores: Tensor) -> Tensor:
-        """Return probabilities from scores, which are logits unless gates are computed before the choice."""
+        """Return probabilities from scores, which are logits unless gates are computed
+        before the choice."""
         return scores if self._pre_softmax else scores.softmax(dim=-1)
 
     def get_replay_topk(
@@ -59,25 +63,40 @@ class RouterReplayAdapter(RouterReplay):
 
 
 def attach_replay(
-    model: HiddenStatesModel, *, moe_layers: Sequence[int], shard: tuple[int, int], cp_size: int = 1, **settings: Any
+    model: HiddenStatesModel,
+    *,
+    moe_layers: Sequence[int],
+    shard: tuple[int, int],
+    cp_size: int = 1,
+    **settings: Any,
 ) -> RoutingReplay:
-    """Put `RoutingReplay` into the routers of the decoder's layers that this rank has, found by global layer number.
+    """Put `RoutingReplay` into the routers of the decoder's layers that this rank has, found by
+    global layer number.
 
     Routers elsewhere, such as those of multi-token prediction, stay as they are.
 
     Args:
-        moe_layers: Global numbers (from 1) of all MoE layers of the model, in order: column `l` of a record belongs to
-            `moe_layers[l]`.
+        moe_layers: Global numbers (from 1) of all MoE layers of the model, in order: column `l` of
+            a record belongs to `moe_layers[l]`.
         cp_size: The number of ranks among which the model's input tokens are divided.
     """
-    mixtures = {layer.layer_number: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
+    mixtures = {
+        layer.layer_number: layer.mlp
+        for layer in model.decoder.layers
+        if isinstance(layer.mlp, MoELayer)
+    }
     columns = [list(moe_layers).index(number) for number in mixtures]
-    replay = RoutingReplay(num_moe_layers=len(moe_layers), moe_layer_indices=columns, token_shard=shard, **settings)
+    replay = RoutingReplay(
+        num_moe_layers=len(moe_layers), moe_layer_indices=columns, token_shard=shard, **settings
+    )
     for index, mixture in enumerate(mixtures.values()):
         mixture.router.router_replay = RouterReplayAdapter(
             replay, index, pre_softmax=model.config.moe_router_pre_softmax
         )
-        mixture.token_dispatcher.replay, mixture.token_dispatcher.router = replay, index
+        mixture.token_dispatcher.replay = replay
+        mixture.token_dispatcher.router = index
     # Checked before any collective: ranks that wait for each other's tokens would wait forever.
-    model.register_forward_pre_hook(lambda module, args: replay.check_token_count(cp_size * args[0].numel()))
+    model.register_forward_pre_hook(
+        lambda module, args: replay.check_token_count(cp_size * args[0].numel())
+    )
     return replay

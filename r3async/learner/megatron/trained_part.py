@@ -25,7 +25,8 @@ def build_adapters(
 
     Collective. Raises `LearnerError` for targets that name nothing on any rank.
     """
-    learner, routers = config.learner, _router_parameter_ids(model)
+    learner = config.learner
+    routers = _router_parameter_ids(model)
     if learner.freeze_router:
         for link in mappings:
             link.parameter.requires_grad_(id(link.parameter) not in routers)
@@ -54,7 +55,9 @@ def build_adapters(
     if model.pre_process:
         # Recomputed layers run forward again only if their input has a gradient.
         model.embedding.register_forward_hook(_require_gradient)
-    return LoraAdapters(matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype))
+    return LoraAdapters(
+        matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype)
+    )
 
 
 def _require_gradient(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -75,8 +78,11 @@ def select_trained_mappings(linked: Sequence[ParameterMapping]) -> list[Paramete
     return [link for link in linked if link.parameter.requires_grad]
 
 
-def build_adapter_mappings(adapters: LoraAdapters, linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
-    """Return mappings of the adapters as if they were parameters: they say over which ranks their gradients are summed.
+def build_adapter_mappings(
+    adapters: LoraAdapters, linked: Sequence[ParameterMapping]
+) -> list[ParameterMapping]:
+    """Return mappings of the adapters as if they were parameters: they say over which ranks their
+    gradients are summed.
 
     A factor that all of a weight's ranks have whole is summed like a weight that is not divided.
     """

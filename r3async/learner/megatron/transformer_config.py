@@ -14,18 +14,26 @@ from r3async.learner.model import MegatronModelShape
 RECOMPUTE_SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 """Megatron's settings for `learner.recompute`."""
 
 
-def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) -> TransformerConfig:
+def build_transformer_config(
+    shape: MegatronModelShape, learner: LearnerConfig
+) -> TransformerConfig:
     """Return Megatron's configuration of that model.
 
-    Gates that are normalised over the chosen experts are Megatron's softmax *after* top-k, and their opposite is
-    `moe_router_pre_softmax`: softmax over all experts, then top-k. Megatron always normalises sigmoids.
+    Gates that are normalised over the chosen experts are Megatron's softmax *after* top-k, and
+    their opposite is `moe_router_pre_softmax`: softmax over all experts, then top-k. Megatron
+    always normalises sigmoids.
     """
-    parallel, dtype = learner.parallel, getattr(torch, learner.dtype)
+    parallel = learner.parallel
+    dtype = getattr(torch, learner.dtype)
     groups, chosen = shape.expert_groups or (None, None)
     return TransformerConfig(
         tensor_model_parallel_size=parallel.tp,
@@ -61,8 +69,9 @@ def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) 
         moe_router_dtype="fp32",
         # A fused router returns before it looks at recorded routes.
         moe_router_fusion=False,
-        # With one rank the all-gather dispatcher gathers nothing; the all-to-all one keeps its bookkeeping. With several,
-        # only the all-to-all one allows ranks to have different numbers of tokens.
+        # With one rank the all-gather dispatcher gathers nothing; the all-to-all one keeps its
+        # bookkeeping. With several, only the all-to-all one allows ranks to have different
+        # numbers of tokens.
         moe_token_dispatcher_type="allgather" if parallel.world_size == 1 else "alltoall",
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,

@@ -1,4 +1,5 @@
-"""Megatron's configuration of a model, and the mapping of its weights to and from Hugging Face checkpoints."""
+"""Megatron's configuration of a model, and the mapping of its weights to and from Hugging
+Face checkpoints."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ class ParameterMapping:
     Attributes:
         join: Builds the parameter from this rank's parts of the tensors.
         split: Undoes `join`.
-        tp_dim: The dimension along which each of the tensors is divided among the tensor-parallel ranks; None if every
-            rank has all of them.
-        unpadded_rows: Number of rows of the whole tensor, where ranks pad it with zeros to share it evenly.
+        tp_dim: The dimension along which each of the tensors is divided among the tensor-parallel
+            ranks; None if every rank has all of them.
+        unpadded_rows: Number of rows of the whole tensor, where ranks pad it with zeros to
+            share it evenly.
         is_expert: The parameter belongs to an expert.
-        is_on_two_stages: Two pipeline stages have the parameter (an embedding that is also the output matrix).
+        is_on_two_stages: Two pipeline stages have the parameter (an embedding that is also
+            the output matrix).
         is_second_copy: This is the second of these two copies.
     """
 
@@ -56,12 +59,14 @@ class ParameterMapping:
             tensor = F.pad(tensor, (0, 0, 0, -self.unpadded_rows % ranks))
         if tensor.shape[self.tp_dim] % ranks:
             raise LearnerError(
-                f"{self.tensor_names[0]}: {tensor.shape[self.tp_dim]} rows or columns cannot be divided among {ranks} ranks"
+                f"{self.tensor_names[0]}: {tensor.shape[self.tp_dim]} rows or columns cannot be "
+                f"divided among {ranks} ranks"
             )
         return tensor.chunk(ranks, self.tp_dim)[ps.get_tensor_model_parallel_rank()]
 
     def gather_full(self, part: Tensor) -> Tensor:
-        """Return the whole tensor from every tensor-parallel rank's part. Collective, if it is divided."""
+        """Return the whole tensor from every tensor-parallel rank's part. Collective,
+        if it is divided."""
         if self.tp_dim is None:
             return part
         if ps.get_tensor_model_parallel_world_size() == 1:
@@ -74,12 +79,16 @@ class ParameterMapping:
 def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice:
     """Return the position of this rank's parts of that parameter in the tensors of a checkpoint.
 
-    With `sharded`, each data-parallel copy writes its share, instead of the first copy writing everything.
+    With `sharded`, each data-parallel copy writes its share, instead of the first copy
+    writing everything.
     """
-    rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    rank = ps.get_tensor_model_parallel_rank()
+    ranks = ps.get_tensor_model_parallel_world_size()
     places = []
     for name, part in zip(link.tensor_names, link.split(link.parameter.detach()), strict=True):
-        shape, offset, size = list(part.shape), [0] * part.ndim, list(part.shape)
+        shape = list(part.shape)
+        offset = [0] * part.ndim
+        size = list(part.shape)
         if link.tp_dim is not None:
             shape[link.tp_dim] = link.unpadded_rows or size[link.tp_dim] * ranks
             offset[link.tp_dim] = min(rank * size[link.tp_dim], shape[link.tp_dim])
@@ -88,31 +97,45 @@ def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice
         places.append(TensorSlice(name, tuple(shape), tuple(offset), tuple(size)))
     divided = link.tp_dim is not None
     copy = (
-        ps.get_expert_data_parallel_rank() if link.is_expert else ps.get_data_parallel_rank(with_context_parallel=True)
+        ps.get_expert_data_parallel_rank()
+        if link.is_expert
+        else ps.get_data_parallel_rank(with_context_parallel=True)
     )
     mine = (sharded or copy == 0) and (divided or link.is_expert or rank == 0)
-    return ShardSlice(tuple(places), split=link.split, join=link.join, is_writer=mine and not link.is_second_copy)
+    return ShardSlice(
+        tuple(places), split=link.split, join=link.join, is_writer=mine and not link.is_second_copy
+    )
 
 
 def map_tensor(parameter: Parameter, name: str, **how: Any) -> ParameterMapping:
     """Map a parameter that is one tensor of the checkpoint."""
-    return ParameterMapping(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
+    return ParameterMapping(
+        parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how
+    )
 
 
 def map_gate_up(parameter: Parameter, prefix: str, **how: Any) -> ParameterMapping:
     """Map a feed-forward input: fc1 is the gate projection over the up projection."""
     names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-    return ParameterMapping(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
+    return ParameterMapping(
+        parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how
+    )
 
 
-def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
-    """Yield a mapping for every parameter of this rank's part of the model, once, with global layer numbers in names."""
+def map_parameters(
+    model: HiddenStatesModel, shape: MegatronModelShape
+) -> Iterator[ParameterMapping]:
+    """Yield a mapping for every parameter of this rank's part of the model, once, with global layer
+    numbers in names."""
     pipeline = ps.get_pipeline_model_parallel_world_size()
     vocabulary = {"tp_dim": 0, "unpadded_rows": shape.vocab_size}
     if model.pre_process:
         twice = shape.tied_embeddings and pipeline > 1
         yield map_tensor(
-            model.embedding.word_embeddings.weight, "model.embed_tokens.weight", is_on_two_stages=twice, **vocabulary
+            model.embedding.word_embeddings.weight,
+            "model.embed_tokens.weight",
+            is_on_two_stages=twice,
+            **vocabulary,
         )
     for layer in model.decoder.layers:
         prefix = f"model.layers.{layer.layer_number - 1}."
@@ -138,13 +161,18 @@ def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Itera
             )
 
 
-def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
+def _map_attention(
+    attention: Any, prefix: str, shape: MegatronModelShape
+) -> Iterator[ParameterMapping]:
     """Yield the mappings of attention with grouped queries."""
     ranks = ps.get_tensor_model_parallel_world_size()
-    groups, per_group, dim = shape.num_kv_heads // ranks, shape.num_heads // shape.num_kv_heads, shape.head_dim
+    groups = shape.num_kv_heads // ranks
+    per_group = shape.num_heads // shape.num_kv_heads
+    dim = shape.head_dim
 
     def join_qkv(tensors: list[Tensor]) -> Tensor:
-        """Join the projections in Megatron's order: the query heads of a group next to its key and value head."""
+        """Join the projections in Megatron's order: the query heads of a group next to its
+        key and value head."""
         return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
 
     def split_qkv(weight: Tensor) -> list[Tensor]:
@@ -153,15 +181,20 @@ def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> It
 
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         names = tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv")
-        yield ParameterMapping(getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, tp_dim=0)
+        yield ParameterMapping(
+            getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, tp_dim=0
+        )
     if shape.query_norm:
         yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_norm.weight")
         yield map_tensor(attention.k_layernorm.weight, f"{prefix}k_norm.weight")
     yield map_tensor(attention.linear_proj.weight, f"{prefix}o_proj.weight", tp_dim=1)
 
 
-def _map_latent_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
-    """Yield the mappings of multi-head latent attention: every rank has the projections to low ranks."""
+def _map_latent_attention(
+    attention: Any, prefix: str, shape: MegatronModelShape
+) -> Iterator[ParameterMapping]:
+    """Yield the mappings of multi-head latent attention: every rank has the
+    projections to low ranks."""
     if shape.query_rank:
         yield map_tensor(attention.linear_q_down_proj.weight, f"{prefix}q_a_proj.weight")
         yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_a_layernorm.weight")
@@ -193,22 +226,35 @@ def _map_moe(mlp: MoELayer, prefix: str, shape: MegatronModelShape) -> Iterator[
     )
     names = tuple(f"{expert}{down}.weight" for expert in here)
     yield ParameterMapping(
-        mlp.experts.weight2, names, torch.stack, lambda weight: list(weight.unbind()), is_expert=True
+        mlp.experts.weight2,
+        names,
+        torch.stack,
+        lambda weight: list(weight.unbind()),
+        is_expert=True,
     )
     if mlp.shared_experts is not None:
         yield from _map_mlp(mlp.shared_experts, f"{prefix}{a.shared_experts_module}.")
         if shape.has_shared_gate:
-            yield map_tensor(mlp.shared_experts.gate_weight, f"{prefix}{a.shared_gate_module}.weight")
+            yield map_tensor(
+                mlp.shared_experts.gate_weight, f"{prefix}{a.shared_gate_module}.weight"
+            )
 
 
-def map_expert_biases(model: HiddenStatesModel, shape: MegatronModelShape) -> list[ParameterMapping]:
-    """Return the mappings of the expert biases of this rank's routers, which take part in the choice of experts.
+def map_expert_biases(
+    model: HiddenStatesModel, shape: MegatronModelShape
+) -> list[ParameterMapping]:
+    """Return the mappings of the expert biases of this rank's routers, which take part in the
+    choice of experts.
 
     A bias has no gradient, and stays float32.
     """
     if not shape.has_expert_biases:
         return []
-    mixtures = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
+    mixtures = {
+        layer.layer_number - 1: layer.mlp
+        for layer in model.decoder.layers
+        if isinstance(layer.mlp, MoELayer)
+    }
     where = shape.architecture.moe_module
     return [
         map_tensor(m.router.expert_bias, f"model.layers.{i}.{where}.gate.{EXPERT_BIAS_SUFFIX}")
@@ -217,7 +263,9 @@ def map_expert_biases(model: HiddenStatesModel, shape: MegatronModelShape) -> li
 
 
 @torch.no_grad()
-def load_weights(mappings: Sequence[ParameterMapping], shape: MegatronModelShape, files: Mapping[str, Any]) -> None:
+def load_weights(
+    mappings: Sequence[ParameterMapping], shape: MegatronModelShape, files: Mapping[str, Any]
+) -> None:
     """Fill every parameter from `open_model_files`.
 
     Raises `LearnerError` naming tensors that are missing, misshapen or not of this model.
@@ -225,27 +273,35 @@ def load_weights(mappings: Sequence[ParameterMapping], shape: MegatronModelShape
     check_tensor_shapes(shape, read_tensor_shapes(files))
     for link in mappings:
         try:
-            weight = link.join([link.local_part(files[name].get_tensor(name)) for name in link.tensor_names])
+            weight = link.join(
+                [link.local_part(files[name].get_tensor(name)) for name in link.tensor_names]
+            )
         except RuntimeError as error:
-            raise LearnerError(f"{' + '.join(link.tensor_names)} do not fit together: {error}") from error
+            raise LearnerError(
+                f"{' + '.join(link.tensor_names)} do not fit together: {error}"
+            ) from error
         if weight.shape != link.parameter.shape:
             raise LearnerError(
-                f"{' + '.join(link.tensor_names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
+                f"{' + '.join(link.tensor_names)}: shape {tuple(weight.shape)}, config.json means "
+                f"{tuple(link.parameter.shape)}"
             )
         link.parameter.copy_(weight)
 
 
 @torch.no_grad()
 def iter_owned_weights(
-    mappings: Sequence[ParameterMapping], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
+    mappings: Sequence[ParameterMapping],
+    value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole weights, or `value` of them, that this rank exports: over all ranks, each weight comes once.
+    """Yield the whole weights, or `value` of them, that this rank exports: over all ranks, each
+    weight comes once.
 
-    Tensor- and data-parallel ranks that share a parameter take turns. The tensors are views of the parameters where
-    possible. Collective.
+    Tensor- and data-parallel ranks that share a parameter take turns. The tensors are views of the
+    parameters where possible. Collective.
     """
     expert = ps.get_expert_data_parallel_rank() == 0
-    tensor, data = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(with_context_parallel=True)
+    tensor = ps.get_tensor_model_parallel_rank()
+    data = ps.get_data_parallel_rank(with_context_parallel=True)
     tensors = ps.get_tensor_model_parallel_world_size()
     datas = ps.get_data_parallel_world_size(with_context_parallel=True)
     turn = 0
@@ -270,18 +326,23 @@ def gather_weights(
     *,
     copy: bool = True,
 ) -> dict[str, Tensor]:
-    """Return copies of all weights, or of `value` of them, by their checkpoint names: on rank 0, nothing elsewhere.
+    """Return copies of all weights, or of `value` of them, by their checkpoint names: on rank 0,
+    nothing elsewhere.
 
-    Copies are contiguous. Collective. With one rank the copies are on the model's device, with several on the host.
-    Without `copy`, the tensors are views of the parameters where possible.
+    Copies are contiguous. Collective. With one rank the copies are on the model's device, with
+    several on the host. Without `copy`, the tensors are views of the parameters where possible.
     """
     form = torch.contiguous_format
-    mine = {n: t.clone(memory_format=form) if copy else t for n, t in iter_owned_weights(mappings, value)}
+    mine = {
+        n: t.clone(memory_format=form) if copy else t
+        for n, t in iter_owned_weights(mappings, value)
+    }
     return mine if dist.get_world_size() == 1 else _gather_to_first_rank(mine)
 
 
 def _gather_to_first_rank(mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     described: list[list[tuple[str, torch.Size, torch.dtype]]] = [[] for _ in range(world)]
     dist.all_gather_object(described, [(name, t.shape, t.dtype) for name, t in mine.items()])
     everything = {name: t.cpu() for name, t in mine.items()} if rank == 0 else {}

@@ -1,4 +1,5 @@
-"""The backend on transformers: `TorchLearner`, for any mixture of experts, with rollout routing replay and FSDP2."""
+"""The backend on transformers: `TorchLearner`, for any mixture of experts, with rollout routing
+replay and FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from r3async.checkpoint.tensors import TensorSlice
@@ -48,9 +54,9 @@ from r3async.learner.torch.routers import attach_replay
 class TorchLearner(LearnerBackend):
     """A learner backend whose model is built by transformers.
 
-    One process trains alone. With `learner.parallel.dp` processes, in the default process group (gloo or nccl), every
-    parameter is divided among them by FSDP2, in float32: the shards are the master weights. Each process reads its
-    shards alone.
+    One process trains alone. With `learner.parallel.dp` processes, in the default process group
+    (gloo or nccl), every parameter is divided among them by FSDP2, in float32: the shards are the
+    master weights. Each process reads its shards alone.
     """
 
     name = "torch"
@@ -90,12 +96,16 @@ class TorchLearner(LearnerBackend):
         )
 
     @classmethod
-    def from_pretrained(cls, config: Config, model_path: Path, *, frozen: bool = False) -> TorchLearner:
-        """Load the model, with the other ranks where there are any; nothing of a `frozen` one is trained.
+    def from_pretrained(
+        cls, config: Config, model_path: Path, *, frozen: bool = False
+    ) -> TorchLearner:
+        """Load the model, with the other ranks where there are any; nothing of a
+        `frozen` one is trained.
 
         Raises `LearnerError` for a model that this backend would train wrongly.
         """
-        ranks, source = detect_rank_group(config.learner.parallel.dp), Path(model_path)
+        ranks = detect_rank_group(config.learner.parallel.dp)
+        source = Path(model_path)
         if ranks.device.type == "cpu":
             torch.set_num_threads(config.learner.threads)
         dtype = getattr(torch, config.learner.dtype)
@@ -137,9 +147,12 @@ class TorchLearner(LearnerBackend):
             )
         return cls(config, source, ranks, model, replay, adapters)
 
-    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> TokenScores:
+    def forward(
+        self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None
+    ) -> TokenScores:
         """Return the scores themselves: FSDP shards a module whose forward is the whole pass."""
-        m, device = micro_batch, self.ranks.device
+        m = micro_batch
+        device = self.ranks.device
         return self.model(
             PackedInputs.from_micro_batch(m, device),
             upload_array(rows, device),
@@ -153,43 +166,57 @@ class TorchLearner(LearnerBackend):
         return output
 
     def reset_forward_state(self) -> None:
-        """Free the parameters that FSDP gathered for a pass without a backward, or for one that failed.
+        """Free the parameters that FSDP gathered for a pass without a backward, or for
+        one that failed.
 
-        Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients in progress are lost.
+        Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients in
+        progress are lost.
         """
         if isinstance(self.model, FSDPModule):
-            # FSDP's own reset (in torch 2.13) overlooks the gradients of parameters that are whole at this moment, and
-            # would add them to those of the next pass.
+            # FSDP's own reset (in torch 2.13) overlooks the gradients of parameters that are whole
+            # at this moment, and would add them to those of the next pass.
             self.model.zero_grad()
             self.model.reset_iter_state()
 
     def parameter_slices(self) -> list[ShardSlice]:
         named = self.model.causal_lm.named_parameters()
-        return [locate_shard(name, parameter, self.ranks) for name, parameter in named if parameter.requires_grad]
+        return [
+            locate_shard(name, parameter, self.ranks)
+            for name, parameter in named
+            if parameter.requires_grad
+        ]
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
         """Return the snapshot in host memory."""
         dtype = getattr(torch, self.config.learner.dtype)
-        return self.model.collect_checkpoint_tensors(partial(gather_tensor, ranks=self.ranks), dtype, copy=copy)
+        return self.model.collect_checkpoint_tensors(
+            partial(gather_tensor, ranks=self.ranks), dtype, copy=copy
+        )
 
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights a layer at a time, whole on the rank whose turn it is."""
         dtype = getattr(torch, self.config.learner.dtype)
         for number, names in enumerate(self.model.group_names_by_layer()):
-            gather = partial(gather_tensor, ranks=self.ranks, target_rank=number % self.ranks.world_size)
-            yield from self.model.collect_checkpoint_tensors(gather, dtype, copy=False, names=names).items()
+            gather = partial(
+                gather_tensor, ranks=self.ranks, target_rank=number % self.ranks.world_size
+            )
+            yield from self.model.collect_checkpoint_tensors(
+                gather, dtype, copy=False, names=names
+            ).items()
 
 
 def detect_rank_group(dp: int) -> RankGroup:
     """Return this process's rank group.
 
-    Raises `LearnerError` if the default process group does not have `dp` (`learner.parallel.dp`) ranks.
+    Raises `LearnerError` if the default process group does not have `dp`
+    (`learner.parallel.dp`) ranks.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != dp:
         raise LearnerError(
-            f"learner.parallel.dp is {dp}, but {world} rank{'s' * (world != 1)} of torch.distributed run"
-            f"{'s' * (world == 1)}: start as many learner processes as that setting says"
+            f"learner.parallel.dp is {dp}, but {world} rank{'s' if world != 1 else ''} of "
+            "torch.distributed run"
+            f"{'s' if world == 1 else ''}: start as many learner processes as that setting says"
         )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -199,7 +226,9 @@ def detect_rank_group(dp: int) -> RankGroup:
 def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
     """Return the position of this rank's part of that parameter."""
     if not isinstance(parameter, DTensor):
-        return ShardSlice((TensorSlice.full_tensor(name, parameter.shape),), is_writer=ranks.rank == 0)
+        return ShardSlice(
+            (TensorSlice.full_tensor(name, parameter.shape),), is_writer=ranks.rank == 0
+        )
     # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
     rows = -(-parameter.shape[0] // parameter.device_mesh.size())
     size = tuple(parameter.to_local().shape)
@@ -207,28 +236,43 @@ def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
     return ShardSlice((TensorSlice(name, tuple(parameter.shape), offset, size),))
 
 
-def find_adapter_candidates(model: PackedModel, ranks: RankGroup, config: LearnerConfig) -> list[AdapterCandidate]:
+def find_adapter_candidates(
+    model: PackedModel, ranks: RankGroup, config: LearnerConfig
+) -> list[AdapterCandidate]:
     """Return the parameters that may be adapted: matrices, and stacks of them."""
-    ends = {id(m.weight) for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())}
+    ends = {
+        id(m.weight)
+        for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())
+    }
     routers = {id(p) for router in model.routers for p in router.parameters()}
     out = []
     for name, p in model.causal_lm.named_parameters():
         router = id(p) in routers
-        if p.ndim < 2 or id(p) in ends or name.endswith("bias") or (router and config.freeze_router):
+        if (
+            p.ndim < 2
+            or id(p) in ends
+            or name.endswith("bias")
+            or (router and config.freeze_router)
+        ):
             continue
-        divided: ShardedDim = ("rows" if p.ndim == 2 else "matrices") if ranks.world_size > 1 else None
+        divided: ShardedDim = (
+            ("rows" if p.ndim == 2 else "matrices") if ranks.world_size > 1 else None
+        )
         out.append(AdapterCandidate(p, locate_shard(name, p, ranks), divided, router))
     return out
 
 
 def freeze_parameters(model: PackedModel, config: LearnerConfig) -> set[str]:
-    """Freeze what is not trained, and return the names of the matrices that have adapters. Raises `LearnerError`."""
+    """Freeze what is not trained, and return the names of the matrices that have adapters.
+    Raises `LearnerError`."""
     if not config.lora.rank:
         for router in model.routers if config.freeze_router else ():
             router.requires_grad_(False)
         return set()
     matrices = find_adapter_candidates(model, SINGLE_RANK, config)
-    chosen = select_targets(config, [(name, one.is_router) for one in matrices for name in one.module_names])
+    chosen = select_targets(
+        config, [(name, one.is_router) for one in matrices for name in one.module_names]
+    )
     adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in adapted)
@@ -247,7 +291,9 @@ def all_reduce_replicated(is_replicated: Sequence[bool], gradients: Gradients) -
         gradient.copy_(part.view_as(gradient))
 
 
-def compute_sharded_norm(ranks: RankGroup, is_replicated: Sequence[bool], gradients: Gradients) -> float:
+def compute_sharded_norm(
+    ranks: RankGroup, is_replicated: Sequence[bool], gradients: Gradients
+) -> float:
     """Return the sum of squares over all shards; values that each rank has whole count once."""
     counted = (
         gradients
@@ -259,15 +305,19 @@ def compute_sharded_norm(ranks: RankGroup, is_replicated: Sequence[bool], gradie
 
 
 def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:
-    """Divide every parameter, held in float32, among the ranks; each layer is gathered in `dtype` while it runs.
+    """Divide every parameter, held in float32, among the ranks; each layer is gathered in
+    `dtype` while it runs.
 
     Parameters without memory stay without.
 
-    Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the global denominator.
+    Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the
+    global denominator.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     # Inputs stay as they are: they follow the embedding's dtype, and temperatures are float32.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, PackedModel._trial_forward.__name__)
@@ -278,7 +328,9 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> Non
             module.set_force_sum_reduction_for_comms(True)
 
 
-def gather_tensor(tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_rank: int = 0) -> Tensor | None:
+def gather_tensor(
+    tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_rank: int = 0
+) -> Tensor | None:
     """Return a whole weight in `dtype`, in host memory of rank `target_rank`; None elsewhere.
 
     Integers keep their dtype. Collective.
@@ -289,22 +341,28 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_r
     return tensor.cpu() if ranks.rank == target_rank else None
 
 
-# A check with a model built without memory: it finds what loading would refuse before anything starts.
+# A check with a model built without memory: it finds what loading would refuse before
+# anything starts.
 
 
 def check_buildable(config: Config, path: Path) -> None:
-    """Build the model without memory, run it as far as shapes go, and compare the tensors that its files name alike.
+    """Build the model without memory, run it as far as shapes go, and compare the tensors that its
+    files name alike.
 
-    Raises `LearnerError` for a model that this backend would train wrongly, and for `learner.lora.targets` that name
-    nothing. What only values show (changed logits, masked scores) is not detected.
+    Raises `LearnerError` for a model that this backend would train wrongly, and for
+    `learner.lora.targets` that name nothing. What only values show (changed logits, masked scores)
+    is not detected.
     """
     # Without values, bfloat16 is the only precision with a kernel for matrices of experts.
-    described, causal = read_model_config(path), build_empty_model(path, torch.bfloat16)
+    described = read_model_config(path)
+    causal = build_empty_model(path, torch.bfloat16)
     model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
     model.find_routers(torch.device("meta"))
     found = read_tensor_shapes(open_model_files(path))
     for name, parameter in causal.named_parameters():
         if parameter.ndim <= 2 and name in found and tuple(found[name]) != tuple(parameter.shape):
-            raise LearnerError(f"{name}: shape {tuple(found[name])}, config.json means {tuple(parameter.shape)}")
+            raise LearnerError(
+                f"{name}: shape {tuple(found[name])}, config.json means {tuple(parameter.shape)}"
+            )
     if config.learner.lora.rank:
         freeze_parameters(model, config.learner)

@@ -1,4 +1,5 @@
-"""Model configuration from `config.json` alone, read before the parts of transformers that build a model are imported.
+"""Model configuration from `config.json` alone, read before the parts of transformers that build a
+model are imported.
 
 That import takes seconds.
 """
@@ -29,7 +30,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     if any(key in part for part in parts for key in QUANTIZATION_KEYS):
         raise LearnerError(
-            f"{path}: quantized weights cannot be trained; set `model.path` to the model in full precision"
+            f"{path}: quantized weights cannot be trained; set `model.path` to the model "
+            "in full precision"
         )
     return config
 
@@ -47,10 +49,13 @@ def load_transformers_config(path: Path) -> Any:
     except Exception as error:  # many kinds: an unknown model type, numbers that do not fit
         raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
     if loaded.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise LearnerError(f"transformers cannot build it: {loaded.model_type!r} is no causal language model")
+        raise LearnerError(
+            f"transformers cannot build it: {loaded.model_type!r} is no causal language model"
+        )
     return loaded
 
 
 def first_error_line(error: Exception) -> str:
-    """Return the first line of an error: transformers explains at length, with lists of all models and pip commands."""
+    """Return the first line of an error: transformers explains at length, with lists of all models
+    and pip commands."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

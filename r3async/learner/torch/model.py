@@ -18,7 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
 from transformers.integrations import moe
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -39,7 +42,8 @@ from r3async.learner.torch.described import first_error_line, load_transformers_
 from r3async.learner.torch.routers import RouterSearch, check_routers
 
 ATTENTION_NAME = "r3async_packed"
-"""The name of our attention in transformers. No mask function has this name, so models create no mask."""
+"""The name of our attention in transformers. No mask function has this name, so
+models create no mask."""
 
 
 def _packed_attention_forward(
@@ -60,23 +64,30 @@ def _packed_attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention over packed samples: `query [1, heads, N, D]` -> `[1, N, heads, D]`.
 
-    This is the attention function that transformers calls. Raises `LearnerError` for what this attention does not
-    support, instead of leaving it out.
+    This is the attention function that transformers calls. Raises `LearnerError` for what this
+    attention does not support, instead of leaving it out.
     """
     name = type(module).__name__
     if attention_plan is None:
-        raise LearnerError(f"{name} is not handed the keyword arguments of the model, so samples would see each other")
+        raise LearnerError(
+            f"{name} is not handed the keyword arguments of the model, so samples "
+            "would see each other"
+        )
     extras = {"a mask of its own": attention_mask, "soft-capping": softcap}
     for what, given in extras.items():
         if given is not None:
             raise LearnerError(f"{name} uses {what}, which packed attention does not have")
     if dropout or not getattr(module, "is_causal", True):
-        raise LearnerError(f"{name} uses {'dropout' if dropout else 'attention that is not causal'}")
+        raise LearnerError(
+            f"{name} uses {'dropout' if dropout else 'attention that is not causal'}"
+        )
     if attention_calls is not None:
         attention_calls.append(module)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = sliding_window or None
-    return packed_attention(q, k, v, attention_plan, scaling, sinks=s_aux, window=window)[None], None
+    return packed_attention(q, k, v, attention_plan, scaling, sinks=s_aux, window=window)[
+        None
+    ], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _packed_attention_forward)
@@ -84,7 +95,8 @@ _grouped_product = moe._grouped_mm
 
 
 def _multiply_groups(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Multiply as transformers does, with gradients that are 0 for experts without a row on every device."""
+    """Multiply as transformers does, with gradients that are 0 for experts without a row
+    on every device."""
     product: Tensor = _grouped_product(input, zero_empty_gradients(weight, offs), offs)
     return product
 
@@ -95,26 +107,35 @@ moe._grouped_mm = _multiply_groups
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model of a Hugging Face directory, in host memory, with every weight from its files.
 
-    It is always in eval mode: dropout and a router's jitter are not part of the policy that the engine samples from.
-    Raises `LearnerError`, with what to change, if transformers cannot load it or a weight is missing or left over.
+    It is always in eval mode: dropout and a router's jitter are not part of the policy that the
+    engine samples from. Raises `LearnerError`, with what to change, if transformers cannot load it
+    or a weight is missing or left over.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except Exception as error:  # many kinds: files, their headers, names, shapes, an unknown model type
+    except Exception as error:
+        # Many kinds: files, their headers, names, shapes, an unknown model type.
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
     _check_loading(path, info)
     return _prepare_model(model)
 
 
 def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
-    """Raise `LearnerError` if the files of a model have not exactly the tensors that its `config.json` means."""
+    """Raise `LearnerError` if the files of a model have not exactly the tensors that its
+    `config.json` means."""
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, info[what])):
+        names = sorted(map(str, info[what]))
+        if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(
-                f"`model.path` = {path}: the files do not fit config.json, {what.replace('_', ' ')}: {', '.join(names[:4])}{rest}"
+                f"`model.path` = {path}: the files do not fit config.json, "
+                f"{what.replace('_', ' ')}: {', '.join(names[:4])}{rest}"
             )
 
 
@@ -133,21 +154,26 @@ def build_empty_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     loaded = load_transformers_config(path)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(loaded, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            model = AutoModelForCausalLM.from_config(
+                loaded, dtype=dtype, attn_implementation=ATTENTION_NAME
+            )
     except Exception as error:  # many kinds: numbers that do not fit
         raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
     return _prepare_model(model)
 
 
 def fill_sharded_model(model: PreTrainedModel, path: Path, device: torch.device) -> None:
-    """Read this rank's part of a model whose parameters are divided among ranks and have no memory yet.
+    """Read this rank's part of a model whose parameters are divided among ranks and
+    have no memory yet.
 
-    Only that part is read, one tensor after the other, so that a rank never holds more. Raises `LearnerError` like
-    `load_model`.
+    Only that part is read, one tensor after the other, so that a rank never holds more. Raises
+    `LearnerError` like `load_model`.
     """
     files = open_model_files(path)
     settings = LoadStateDictConfig(
-        device_map={"": device}, dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model)
+        device_map={"": device},
+        dtype=torch.float32,
+        weight_mapping=get_model_conversion_mapping(model),
     )
     parts = {name: file.get_slice(name) for name, file in files.items()}
     try:
@@ -159,23 +185,29 @@ def fill_sharded_model(model: PreTrainedModel, path: Path, device: torch.device)
                 )  # what it would be joined from, this rank does not read
                 info.missing_keys.discard(name)
                 info.conversion_errors.pop(name, None)
-        model._finalize_model_loading(model, settings, info)  # ties weights, and computes buffers that no file has
+        # Ties weights, and computes buffers that no file has.
+        model._finalize_model_loading(model, settings, info)
     except Exception as error:  # many kinds, as in `load_model`
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
     _check_loading(path, info.to_dict())
 
 
-MALLOC_MMAP_THRESHOLD, LEAST_MAPPED_BYTES, MOST_MAPPED_BYTES = -3, 2**20, 2**25
-"""glibc's number of that parameter of `mallopt`, and the size from which freed blocks are returned at once: while a model
-is read, and afterwards. The second is what glibc itself arrives at in a process that frees large tensors."""
+MALLOC_MMAP_THRESHOLD = -3
+LEAST_MAPPED_BYTES = 2**20
+MOST_MAPPED_BYTES = 2**25
+"""glibc's number of that parameter of `mallopt`, and the size from which freed blocks are returned
+at once: while a model is read, and afterwards. The second is what glibc itself arrives at in a
+process that frees large tensors."""
 
 
 @contextmanager
 def return_freed_blocks() -> Iterator[None]:
-    """Return freed blocks to the system inside this block, instead of keeping them for later ones of the same size.
+    """Return freed blocks to the system inside this block, instead of keeping them for later ones
+    of the same size.
 
-    A matrix of experts is joined from pieces, one an expert. What was kept of them was as large as all that was read:
-    1,005 MB instead of 458 MB on each of two ranks with 417 MB. Does nothing without glibc.
+    A matrix of experts is joined from pieces, one an expert. What was kept of them was as large
+    as all that was read: 1,005 MB instead of 458 MB on each of two ranks with 417 MB. Does
+    nothing without glibc.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
@@ -187,7 +219,9 @@ def return_freed_blocks() -> Iterator[None]:
             adjust(MALLOC_MMAP_THRESHOLD, MOST_MAPPED_BYTES)
 
 
-def _fill_empty_part(model: PreTrainedModel, name: str, parameter: DTensor, device: torch.device) -> None:
+def _fill_empty_part(
+    model: PreTrainedModel, name: str, parameter: DTensor, device: torch.device
+) -> None:
     """Give a parameter memory of which this rank has no rows."""
     part = DTensor.from_local(
         torch.empty_like(parameter.to_local(), device=device),
@@ -198,7 +232,11 @@ def _fill_empty_part(model: PreTrainedModel, name: str, parameter: DTensor, devi
         stride=parameter.stride(),
     )
     owner, _, own_name = name.rpartition(".")
-    setattr(model.get_submodule(owner), own_name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    setattr(
+        model.get_submodule(owner),
+        own_name,
+        nn.Parameter(part, requires_grad=parameter.requires_grad),
+    )
 
 
 @dataclass(frozen=True)
@@ -212,7 +250,9 @@ class PackedInputs:
     @staticmethod
     def from_micro_batch(micro_batch: MicroBatch, device: torch.device) -> PackedInputs:
         m = micro_batch
-        ids, at = (upload_array(x.astype(np.int64), device) for x in (m.table["token_ids"], m.positions))
+        ids, at = (
+            upload_array(x.astype(np.int64), device) for x in (m.table["token_ids"], m.positions)
+        )
         return PackedInputs(ids, at, plan_attention(m.cu_seqlens, device, m.prefixes))
 
     def to_model_inputs(self) -> dict[str, Any]:
@@ -226,14 +266,17 @@ class PackedInputs:
 
 
 class PackedModel(nn.Module):
-    """Log-probs of tokens under a transformers model: the whole pass is one `forward`, which FSDP shards.
+    """Log-probs of tokens under a transformers model: the whole pass is one `forward`,
+    which FSDP shards.
 
-    `routing` and `routers` are the routes' shape and the modules that choose experts, in layer order; None and empty
-    for a dense model, and before `find_routers`. Raises `LearnerError` for a model that this backend would train
-    wrongly.
+    `routing` and `routers` are the routes' shape and the modules that choose experts, in layer
+    order; None and empty for a dense model, and before `find_routers`. Raises `LearnerError` for a
+    model that this backend would train wrongly.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, config: Mapping[str, Any], max_total_tokens: int):
+    def __init__(
+        self, causal_lm: PreTrainedModel, config: Mapping[str, Any], max_total_tokens: int
+    ):
         super().__init__()
         self.causal_lm = causal_lm
         self.entropy_gradient = False
@@ -241,12 +284,18 @@ class PackedModel(nn.Module):
         if causal_lm.config.model_type != config["model_type"]:
             # What is written would be a part of what its config.json describes.
             raise LearnerError(
-                f"model_type {config['model_type']!r} has more than the text model {causal_lm.config.model_type!r}, which "
-                "alone would be trained and written: set `model.path` to a model of text alone"
+                f"model_type {config['model_type']!r} has more than the text model "
+                f"{causal_lm.config.model_type!r}, which alone would be trained and written: set "
+                "`model.path` to a model of text alone"
             )
         layers = getattr(causal_lm.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
-            raise LearnerError(f"{type(causal_lm).__name__} has no list of decoder layers, or no linear output layer")
+        if not isinstance(layers, nn.ModuleList) or not isinstance(
+            causal_lm.get_output_embeddings(), nn.Linear
+        ):
+            raise LearnerError(
+                f"{type(causal_lm).__name__} has no list of decoder layers, or no "
+                "linear output layer"
+            )
         self.layers = list(layers)
         self.vocab_size: int = causal_lm.get_output_embeddings().weight.shape[0]
         try:
@@ -260,8 +309,8 @@ class PackedModel(nn.Module):
     def find_routers(self, device: torch.device) -> None:
         """Run one short sample on `device` to see what the model does, and find `routers`.
 
-        With ranks that share the model, this is collective. Raises `LearnerError` for a model that this backend would
-        train wrongly; see `_trial_forward`.
+        With ranks that share the model, this is collective. Raises `LearnerError` for a model that
+        this backend would train wrongly; see `_trial_forward`.
         """
         found = self._trial_forward(device)
         if isinstance(self, FSDPModule):
@@ -270,21 +319,25 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def _trial_forward(self, device: torch.device) -> dict[int, list[nn.Module]] | None:
-        """Run one short sample, and return the modules that choose experts, by layer. A forward pass to FSDP.
+        """Run one short sample, and return the modules that choose experts, by layer. A
+        forward pass to FSDP.
 
-        For a model whose tensors have no values, this checks only what its code does with shapes; returns None if it
-        cannot run.
+        For a model whose tensors have no values, this checks only what its code does with shapes;
+        returns None if it cannot run.
 
-        Raises `LearnerError` if a layer mixes tokens by anything but one call of packed attention (recurrent and
-        convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
-        scaled or capped), or if a router takes weights from masked scores.
+        Raises `LearnerError` if a layer mixes tokens by anything but one call of packed
+        attention (recurrent and convolutional layers would mix the samples of a micro-batch), if
+        the logits are not the output layer's (they are scaled or capped), or if a router takes
+        weights from masked scores.
         """
         sample = Sample("probe", TokenTable.from_tokens(np.arange(3) % self.vocab_size))
         shapes_only = self.causal_lm.get_output_embeddings().weight.is_meta
         packed = PackedInputs.from_micro_batch(collate_samples([sample]), device)
         calls: list[nn.Module] = []
         hidden: list[Tensor] = []
-        handle = self.causal_lm.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
+        handle = self.causal_lm.base_model.register_forward_hook(
+            lambda m, i, out: hidden.append(out.last_hidden_state)
+        )
         try:
             with RouterSearch(self.layers, self.routing) as search:
                 logits = self.causal_lm(**packed.to_model_inputs(), attention_calls=calls).logits
@@ -293,29 +346,43 @@ class PackedModel(nn.Module):
         except Exception as error:  # whatever a model's own code may raise
             if shapes_only:
                 return None
-            raise LearnerError(f"{type(self.causal_lm).__name__} cannot run on packed samples: {error}") from error
+            raise LearnerError(
+                f"{type(self.causal_lm).__name__} cannot run on packed samples: {error}"
+            ) from error
         finally:
             handle.remove()
-        where = {id(module): index for index, layer in enumerate(self.layers) for module in layer.modules()}
+        where = {
+            id(module): index
+            for index, layer in enumerate(self.layers)
+            for module in layer.modules()
+        }
         for index in range(len(self.layers)):
             times = sum(where.get(id(module)) == index for module in calls)
             if times != 1:
                 raise LearnerError(
-                    f"layer {index} of {type(self.causal_lm).__name__} calls attention {times} times instead of once: samples "
-                    "packed into one micro-batch would not be kept apart"
+                    f"layer {index} of {type(self.causal_lm).__name__} calls attention "
+                    f"{times} times instead of once: samples packed into one micro-batch "
+                    "would not be kept apart"
                 )
         if shapes_only:
             return search.routers
         if not torch.isfinite(logits).all():
             raise LearnerError(
-                f"{type(next(iter(search.grouped_routers))).__name__} takes gate weights from scores in which some groups of "
-                "experts are masked: recorded experts of the other groups could not be replayed"
+                f"{type(next(iter(search.grouped_routers))).__name__} takes gate weights from "
+                "scores in which some groups of experts are masked: recorded experts of the other "
+                "groups could not be replayed"
                 if search.grouped_routers
-                else f"{type(self.causal_lm).__name__} gives logits that are not finite: its weights are broken"
+                else (
+                    f"{type(self.causal_lm).__name__} gives logits that are not finite: its "
+                    "weights are broken"
+                )
             )
-        if not torch.equal(self.causal_lm.get_output_embeddings()(hidden[0]).float(), logits.float()):
+        if not torch.equal(
+            self.causal_lm.get_output_embeddings()(hidden[0]).float(), logits.float()
+        ):
             raise LearnerError(
-                f"{type(self.causal_lm).__name__} changes its logits after the output layer (scaling, soft-capping)"
+                f"{type(self.causal_lm).__name__} changes its logits after the output layer "
+                "(scaling, soft-capping)"
             )
         return search.routers
 
@@ -354,7 +421,8 @@ class PackedModel(nn.Module):
         return logprobs.clone(), entropies
 
     def find_expert_biases(self) -> list[tuple[str, Tensor]]:
-        """Return the expert biases of each router: the name, and float32 `[experts]`. Empty if a router has none.
+        """Return the expert biases of each router: the name, and float32 `[experts]`. Empty if a
+        router has none.
 
         Experts are chosen by their scores and these biases.
         """
@@ -363,24 +431,36 @@ class PackedModel(nn.Module):
             for name, buffer in self.causal_lm.named_buffers()
             if name.endswith(EXPERT_BIAS_SUFFIX)
         }
-        found = [[named[id(b)] for b in router.buffers() if id(b) in named] for router in self.routers]
+        found = [
+            [named[id(b)] for b in router.buffers() if id(b) in named] for router in self.routers
+        ]
         return [one for (one,) in found] if all(len(some) == 1 for some in found) else []
 
     def enable_recompute(self, granularity: str) -> None:
-        """Recompute activations in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
-        blocks = (c for layer in self.layers for c in layer.children() if any(r in c.modules() for r in self.routers))
+        """Recompute activations in the backward pass: of MoE blocks (`selective`), of whole layers
+        (`full`), or none."""
+        blocks = (
+            c
+            for layer in self.layers
+            for c in layer.children()
+            if any(r in c.modules() for r in self.routers)
+        )
         for module in {"none": (), "selective": blocks, "full": self.layers}[granularity]:
             # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
             module.forward = partial(_forward_with_recompute, module.forward)
 
     def _list_exported(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """Return parameters and persistent buffers, by our names, with the dtype in which they are exported."""
+        """Return parameters and persistent buffers, by our names, with the dtype in which
+        they are exported."""
         ours = {name: (tensor, dtype) for name, tensor in self.causal_lm.named_parameters()}
         buffers = dict(self.causal_lm.named_buffers())
-        return ours | {n: (buffers[n], buffers[n].dtype) for n in self.causal_lm.state_dict() if n in buffers}
+        return ours | {
+            n: (buffers[n], buffers[n].dtype) for n in self.causal_lm.state_dict() if n in buffers
+        }
 
     def group_names_by_layer(self) -> list[set[str]]:
-        """Return our names of exported tensors, layer by layer, with those that belong to no layer in one group."""
+        """Return our names of exported tensors, layer by layer, with those that belong to no
+        layer in one group."""
         layers: dict[str, set[str]] = {}
         for name in self._list_exported(torch.float32):
             number = next((part for part in name.split(".") if part.isdigit()), "")
@@ -395,21 +475,33 @@ class PackedModel(nn.Module):
         copy: bool = True,
         names: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Return all weights in `dtype`, and persistent buffers as they are, by their checkpoint names.
+        """Return all weights in `dtype`, and persistent buffers as they are, by their
+        checkpoint names.
 
-        Buffers keep their dtype because what a router adds to its scores is float32 in any model. The tensors are
-        contiguous copies; without `copy` they may be views, and need not be contiguous.
+        Buffers keep their dtype because what a router adds to its scores is float32 in any
+        model. The tensors are contiguous copies; without `copy` they may be views, and need
+        not be contiguous.
 
         Args:
-            gather: Returns a whole tensor for one of ours, or None on a rank that does not export it.
+            gather: Returns a whole tensor for one of ours, or None on a rank that
+                does not export it.
             names: Our names of the tensors, if not all.
         """
-        ours = {n: each for n, each in self._list_exported(dtype).items() if names is None or n in names}
-        whole = {name: t for name, (tensor, of) in ours.items() if (t := gather(tensor.detach(), of)) is not None}
+        ours = {
+            n: each for n, each in self._list_exported(dtype).items() if names is None or n in names
+        }
+        whole = {
+            name: t
+            for name, (tensor, of) in ours.items()
+            if (t := gather(tensor.detach(), of)) is not None
+        }
         named = revert_weight_conversion(self.causal_lm, whole)
         if not copy:
             return dict(named)
-        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
+        return {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in named.items()
+        }
 
 
 def _forward_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -419,17 +511,20 @@ def _forward_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _check_length_independence(config: Any, max_total_tokens: int) -> None:
-    """Raise `LearnerError` for rotary positions that change with the length of the input, and for chunked attention."""
+    """Raise `LearnerError` for rotary positions that change with the length of the input, and for
+    chunked attention."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
         kind = parameters.get("rope_type") if isinstance(parameters, Mapping) else None
         if kind in ("dynamic", "longrope"):
             raise LearnerError(
-                f"rope_type {kind!r} depends on the length of the input, which is that of a whole micro-batch here: only "
-                "rotary positions that do not are supported (default, linear, yarn, llama3)"
+                f"rope_type {kind!r} depends on the length of the input, which is that of a whole "
+                "micro-batch here: only rotary positions that do not are supported (default, "
+                "linear, yarn, llama3)"
             )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < max_total_tokens:
         raise LearnerError(
-            f"attention in chunks of {chunk} tokens is not supported: lower episode.max_total_tokens to that"
+            f"attention in chunks of {chunk} tokens is not supported: lower "
+            "episode.max_total_tokens to that"
         )

@@ -25,10 +25,12 @@ _TOPK_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 def is_expert_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
     """Return True if a top-k over `scores` that returned `ids` chose experts.
 
-    Routers may also call top-k over groups of experts. In a model whose `config.json` mentions no experts, any top-k
-    over rows may be a choice of experts.
+    Routers may also call top-k over groups of experts. In a model whose `config.json` mentions no
+    experts, any top-k over rows may be a choice of experts.
     """
-    return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
+    return scores.ndim == 2 and (
+        shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k)
+    )
 
 
 class TopKInterceptor(TorchFunctionMode):
@@ -42,7 +44,11 @@ class TopKInterceptor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        return self.on_topk(args[0] if args else (kwargs or {})["input"], result) if func in _TOPK_FUNCTIONS else result
+        return (
+            self.on_topk(args[0] if args else (kwargs or {})["input"], result)
+            if func in _TOPK_FUNCTIONS
+            else result
+        )
 
     def on_topk(self, scores: Tensor, result: Any) -> Any:
         raise NotImplementedError
@@ -51,20 +57,22 @@ class TopKInterceptor(TorchFunctionMode):
 class RouterSearch(TopKInterceptor):
     """A mode that records which module of which layer chooses experts.
 
-    The values of a choice by a router that chose among groups of experts first come back as NaN. A model that uses them
-    (DeepSeek-V2's group-limited routers do) takes gate weights from scores in which the other groups are masked, and
-    recorded experts of those groups would have none. A model that reads its weights from the whole scores (DeepSeek-V3,
-    GLM-4) does not notice.
+    The values of a choice by a router that chose among groups of experts first come back as NaN. A
+    model that uses them (DeepSeek-V2's group-limited routers do) takes gate weights from scores in
+    which the other groups are masked, and recorded experts of those groups would have none. A model
+    that reads its weights from the whole scores (DeepSeek-V3, GLM-4) does not notice.
 
     Attributes:
-        routers: By layer index, the modules in whose forward a choice was made, one entry for each choice.
+        routers: By layer index, the modules in whose forward a choice was made, one entry
+            for each choice.
         grouped_routers: The modules that chose among groups of experts first.
     """
 
     def __init__(self, layers: Sequence[nn.Module], shape: RoutingShape | None):
         super().__init__()
         self.routers: dict[int, list[nn.Module]] = {}
-        self._layers, self._shape = layers, shape
+        self._layers = layers
+        self._shape = shape
         self.grouped_routers: set[nn.Module] = set()
         self._module_stack: list[tuple[int, nn.Module]] = []
         self._handles: list[Any] = []
@@ -72,8 +80,12 @@ class RouterSearch(TopKInterceptor):
     def __enter__(self) -> RouterSearch:
         for index, layer in enumerate(self._layers):
             for module in layer.modules():
-                self._handles.append(module.register_forward_pre_hook(partial(self._push_module, index)))
-                self._handles.append(module.register_forward_hook(self._pop_module, always_call=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(partial(self._push_module, index))
+                )
+                self._handles.append(
+                    module.register_forward_hook(self._pop_module, always_call=True)
+                )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -103,12 +115,16 @@ class RouterSearch(TopKInterceptor):
 
 
 class _ReplayInterceptor(TopKInterceptor):
-    """A mode in which scores and chosen experts are what `choose` returns, given the router's own."""
+    """A mode in which scores and chosen experts are what `choose` returns, given
+    the router's own."""
 
-    def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
+    def __init__(
+        self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ):
         super().__init__()
         self.choice_count = 0
-        self._shape, self._choose = shape, choose
+        self._shape = shape
+        self._choose = choose
 
     def on_topk(self, scores: Tensor, result: Any) -> Any:
         if not is_expert_choice(scores, result.indices, self._shape):
@@ -120,21 +136,24 @@ class _ReplayInterceptor(TopKInterceptor):
 
 
 LEAST_SCORE = 1e-30
-"""The least score of a replayed expert: sums of such scores, and their inverses, are float32 numbers."""
+"""The least score of a replayed expert: sums of such scores, and their inverses, are
+float32 numbers."""
 
 
 def _gather_scores(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return the scores `[N, K]` of the chosen experts. Probabilities below `LEAST_SCORE` count as that, without gradient.
+    """Return the scores `[N, K]` of the chosen experts. Probabilities below `LEAST_SCORE` count as
+    that, without gradient.
 
-    A router may have no probability left for any expert that is replayed, and would divide 0 by 0 when it makes gates of
-    them.
+    A router may have no probability left for any expert that is replayed, and would divide 0 by 0
+    when it makes gates of them.
     """
     found = scores.gather(1, chosen)
     return torch.where((found >= 0) & (found < LEAST_SCORE), LEAST_SCORE, found)
 
 
 def _to_probabilities(scores: Tensor) -> Tensor:
-    """Normalise scores, which are probabilities, or sigmoids that become probabilities when they are normalised."""
+    """Normalise scores, which are probabilities, or sigmoids that become probabilities when
+    they are normalised."""
     return scores / scores.sum(dim=-1, keepdim=True)
 
 
@@ -147,8 +166,8 @@ def check_routers(
 ) -> list[nn.Module]:
     """Return one router for each of the `expected` layers, in order.
 
-    Raises `LearnerError` if the model's layers do not choose experts where its `config.json` says so: the engine
-    numbers the layers of its records by that file.
+    Raises `LearnerError` if the model's layers do not choose experts where its `config.json` says
+    so: the engine numbers the layers of its records by that file.
     """
     if sorted(found) != list(expected):
         call = (
@@ -157,27 +176,36 @@ def check_routers(
             else "torch.topk(scores [N, experts], k)"
         )
         raise LearnerError(
-            f"config.json says that layers {list(expected)} are mixtures of experts, but a call of {call} was seen in layers "
-            f"{sorted(found)}: routes of this model cannot be replayed"
+            f"config.json says that layers {list(expected)} are mixtures of experts, but a call of "
+            f"{call} was seen in layers {sorted(found)}: routes of this model cannot be replayed"
         )
     for index in expected:
         if len(found[index]) != 1:
             names = ", ".join(type(m).__name__ for m in found[index])
             raise LearnerError(
-                f"layer {index} chooses experts {len(found[index])} times, in {names}: which of them is recorded is not known"
+                f"layer {index} chooses experts {len(found[index])} times, in {names}: which of "
+                "them is recorded is not known"
             )
     return [found[index][0] for index in expected]
 
 
-def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: RoutingReplay, *, logits: bool) -> None:
+def attach_replay(
+    routers: Sequence[nn.Module], shape: RoutingShape, replay: RoutingReplay, *, logits: bool
+) -> None:
     """Make the routers use the experts from `replay` whenever a micro-batch is bound.
 
-    With `logits`, they choose among logits instead of probabilities. Their `forward` is replaced instead of hooked, so
-    that a recomputed forward pass goes through it as well.
+    With `logits`, they choose among logits instead of probabilities. Their `forward` is replaced
+    instead of hooked, so that a recomputed forward pass goes through it as well.
     """
     for index, router in enumerate(routers):
         router.forward = partial(
-            _forward_with_replay, router.forward, type(router).__name__, index, shape, replay, logits
+            _forward_with_replay,
+            router.forward,
+            type(router).__name__,
+            index,
+            shape,
+            replay,
+            logits,
         )
 
 
@@ -203,6 +231,7 @@ def _forward_with_replay(
         output = forward(*args, **kwargs)
     if mode.choice_count != 1:
         raise LearnerError(
-            f"router {name} of MoE layer {index} chose experts {mode.choice_count} times in one forward pass"
+            f"router {name} of MoE layer {index} chose experts {mode.choice_count} times in "
+            "one forward pass"
         )
     return output

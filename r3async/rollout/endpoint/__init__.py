@@ -1,1 +1,2 @@
-"""The HTTP endpoint for agents: episodes as sessions behind the chat, completion, responses and messages APIs."""
+"""The HTTP endpoint for agents: episodes as sessions behind the chat, completion, responses
+and messages APIs."""

@@ -1,4 +1,5 @@
-"""Anthropic's `/v1/messages` API, which has content blocks instead of tool messages, and its own form of errors."""
+"""Anthropic's `/v1/messages` API, which has content blocks instead of tool messages, and its
+own form of errors."""
 
 from __future__ import annotations
 
@@ -69,10 +70,14 @@ _ERROR_TYPES = {
 
 
 def build_anthropic_error(refused: ApiError) -> dict[str, Any]:
-    """Return the body of an error in Anthropic's form. It has no field for the code, which precedes the message."""
+    """Return the body of an error in Anthropic's form. It has no field for the code, which
+    precedes the message."""
     other = "api_error" if refused.status >= 500 else "invalid_request_error"
     message = f"{refused.code}: {refused}" if refused.code else str(refused)
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(refused.status, other), "message": message}}
+    return {
+        "type": "error",
+        "error": {"type": _ERROR_TYPES.get(refused.status, other), "message": message},
+    }
 
 
 def parse_messages_request(
@@ -82,16 +87,20 @@ def parse_messages_request(
     read = _translate_request(asked)
     if read.messages[-1]["role"] == "assistant":
         raise ApiError(
-            "the last message is the assistant's: an answer that was begun cannot be continued", param="messages"
+            "the last message is the assistant's: an answer that was begun cannot be continued",
+            param="messages",
         )
-    read.max_tokens, read.stream = asked.max_tokens, bool(asked.stream)
+    read.max_tokens = asked.max_tokens
+    read.stream = bool(asked.stream)
     read.stop_strings = parse_stop_strings(asked.stop_sequences, "stop_sequences")
     return read
 
 
 def parse_count_request(body: Any, settings: EpisodeConfig) -> AgentRequest:
     """Parse a `/v1/messages/count_tokens` request. Raises `ApiError`."""
-    return _translate_request(parse_request_body(CountTokensRequest, body, settings, _NEUTRAL_VALUES))
+    return _translate_request(
+        parse_request_body(CountTokensRequest, body, settings, _NEUTRAL_VALUES)
+    )
 
 
 def _translate_request(request: CountTokensRequest) -> AgentRequest:
@@ -100,7 +109,9 @@ def _translate_request(request: CountTokensRequest) -> AgentRequest:
     tools = translate_tools(request.tools, (None, "custom"), "input_schema")
     messages: list[dict[str, Any]] = []
     if request.system:
-        messages.append({"role": "system", "content": join_text_parts(request.system, ("text",), "system")})
+        messages.append(
+            {"role": "system", "content": join_text_parts(request.system, ("text",), "system")}
+        )
     for i, message in enumerate(request.messages):
         messages += _translate_message(f"messages[{i}]", message)
     if not messages:
@@ -108,7 +119,9 @@ def _translate_request(request: CountTokensRequest) -> AgentRequest:
     return AgentRequest(
         messages,
         select_tools(tools, kind if kind in ("auto", "none") else choice),
-        template_args=add_reasoning_effort({}, request.output_config.effort if request.output_config else None),
+        template_args=add_reasoning_effort(
+            {}, request.output_config.effort if request.output_config else None
+        ),
         single_tool_call=bool(choice.get("disable_parallel_tool_use")),
     )
 
@@ -123,8 +136,10 @@ _BLOCK_FIELDS = {
 
 
 def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the chat messages of one message, with a separate message for each tool result and for text between."""
-    role, blocks = message.get("role"), message.get("content")
+    """Yield the chat messages of one message, with a separate message for each tool result and
+    for text between."""
+    role = message.get("role")
+    blocks = message.get("content")
     if role not in ("user", "assistant"):
         raise ApiError(f"{where} has role {format_value(role)}", param="messages")
     refuse_unknown_fields(message, ("role", "content"), where)
@@ -144,7 +159,9 @@ def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[
         if kind == "text":
             texts.append(join_text_parts([block], ("text",), at))
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(join_text_parts([{**block, "text": block.get("thinking")}], ("thinking",), at))
+            thoughts.append(
+                join_text_parts([{**block, "text": block.get("thinking")}], ("thinking",), at)
+            )
         elif kind == "tool_use" and role == "assistant":
             calls.append(_translate_tool_use(at, block))
         elif kind == "tool_result" and role == "user":
@@ -154,7 +171,10 @@ def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[
             yield _translate_tool_result(at, block)
         else:
             raise ApiError(
-                f"{at}: a block of type {format_value(kind)} is not supported in a message of the {role}",
+                (
+                    f"{at}: a block of type {format_value(kind)} is not supported in a "
+                    f"message of the {role}"
+                ),
                 param="messages",
             )
     if role == "assistant":
@@ -165,9 +185,13 @@ def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[
 
 
 def _translate_tool_use(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    call_id, name, given = block.get("id"), block.get("name"), block.get("input")
+    call_id = block.get("id")
+    name = block.get("name")
+    given = block.get("input")
     if not isinstance(call_id, str) or not isinstance(name, str) or not isinstance(given, Mapping):
-        raise ApiError(f"{where} must have an id, a name, and an object as its input", param="messages")
+        raise ApiError(
+            f"{where} must have an id, a name, and an object as its input", param="messages"
+        )
     return build_tool_call(call_id, name, msgspec.json.encode(given).decode())
 
 
@@ -187,10 +211,14 @@ def build_messages_body(request: AgentRequest, response: AgentResponse) -> dict[
     for call in response.tool_calls:
         function = call["function"]
         given = decode_json_object(function["arguments"])
-        content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+        content.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
+        )
     sampled = response.answer
     ended = (
-        "stop_sequence" if sampled.stop_string else {"stop": "end_turn", "length": "max_tokens"}[sampled.finish_reason]
+        "stop_sequence"
+        if sampled.stop_string
+        else {"stop": "end_turn", "length": "max_tokens"}[sampled.finish_reason]
     )
     return {
         "id": response.id,
@@ -209,7 +237,9 @@ def build_messages_body(request: AgentRequest, response: AgentResponse) -> dict[
     }
 
 
-def iter_messages_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_messages_events(
+    request: AgentRequest, body: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of a stream.
 
     They are the message without content; start, delta and stop of each block; and the stop reason.
@@ -219,14 +249,22 @@ def iter_messages_events(request: AgentRequest, body: Mapping[str, Any]) -> Iter
         return name, {"type": name, **data}
 
     usage = body["usage"]
-    begun = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    begun = {
+        **body,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
     yield make_event("message_start", message=begun)
     for i, block in enumerate(body["content"]):
         if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
             whole = msgspec.json.encode(block["input"]).decode()
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": whole}
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": whole}
         yield make_event("content_block_start", index=i, content_block=empty)
         yield make_event("content_block_delta", index=i, delta=delta)
         yield make_event("content_block_stop", index=i)
@@ -237,8 +275,15 @@ def iter_messages_events(request: AgentRequest, body: Mapping[str, Any]) -> Iter
 
 def build_anthropic_models(name: str) -> dict[str, Any]:
     """Return the list of one model with which `/v1/models` answers a client of this protocol."""
-    model = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    model = {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
     return {"data": [model], "has_more": False, "first_id": name, "last_id": name}
 
 
-MESSAGES_DIALECT = ApiDialect("msg", parse_messages_request, build_messages_body, iter_messages_events)
+MESSAGES_DIALECT = ApiDialect(
+    "msg", parse_messages_request, build_messages_body, iter_messages_events
+)

@@ -23,7 +23,8 @@ from r3async.rollout.endpoint.protocol import (
 from r3async.rollout.endpoint.template_args import add_reasoning_effort
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is the rest of the context."""
+"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is the
+rest of the context."""
 
 
 class ChatRequest(msgspec.Struct):
@@ -60,7 +61,8 @@ class CompletionRequest(msgspec.Struct):
 
     @property
     def single_prompt(self) -> str | list[int]:
-        """The prompt, as text or token ids, also if it is the only item of a list. Raises `ApiError` for several."""
+        """The prompt, as text or token ids, also if it is the only item of a list. Raises
+        `ApiError` for several."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             if len(prompt) > 1:
@@ -91,7 +93,9 @@ _COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations: StoredConversations) -> AgentRequest:
+def parse_chat_request(
+    body: Any, settings: EpisodeConfig, stored_conversations: StoredConversations
+) -> AgentRequest:
     asked: ChatRequest = parse_request_body(ChatRequest, body, settings, _NEUTRAL_VALUES)
     return AgentRequest(
         asked.messages,
@@ -107,19 +111,32 @@ def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations:
 
 def build_chat_body(request: AgentRequest, response: AgentResponse) -> dict[str, Any]:
     """Return the body of an answer to `/v1/chat/completions`."""
-    sampled, logprobs = response.answer, None
+    sampled = response.answer
+    logprobs = None
     if request.dialect_request.logprobs:
         entries = build_token_logprobs(
-            response.decode_tokens(), sampled.logprobs.tolist(), bool(request.dialect_request.top_logprobs)
+            response.decode_tokens(),
+            sampled.logprobs.tolist(),
+            bool(request.dialect_request.top_logprobs),
         )
         logprobs = {"content": entries, "refusal": None}
     finish = "tool_calls" if response.tool_calls else sampled.finish_reason
-    choice = {"index": 0, "message": response.message, "finish_reason": finish, "logprobs": logprobs}
-    return _build_body(response.id, "chat.completion", response.model, [choice]) | {"usage": sampled.usage}
+    choice = {
+        "index": 0,
+        "message": response.message,
+        "finish_reason": finish,
+        "logprobs": logprobs,
+    }
+    return _build_body(response.id, "chat.completion", response.model, [choice]) | {
+        "usage": sampled.usage
+    }
 
 
-def iter_chat_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream: role, content, each tool call's name and then its arguments, and the finish reason.
+def iter_chat_events(
+    request: AgentRequest, body: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of a stream: role, content, each tool call's name and then its arguments,
+    and the finish reason.
 
     The last event is `usage`, if the request wants it.
     """
@@ -130,34 +147,62 @@ def iter_chat_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator
         deltas.append({"content": message["content"]})
     for i, call in enumerate(message.get("tool_calls") or []):
         function = call["function"]
-        deltas.append({"tool_calls": [{"index": i, **call, "function": {**function, "arguments": ""}}]})
-        deltas.append({"tool_calls": [{"index": i, "function": {"arguments": function["arguments"]}}]})
-    choices = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
+        deltas.append(
+            {"tool_calls": [{"index": i, **call, "function": {**function, "arguments": ""}}]}
+        )
+        deltas.append(
+            {"tool_calls": [{"index": i, "function": {"arguments": function["arguments"]}}]}
+        )
+    choices = [
+        {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas
+    ]
     choices[-1]["logprobs"] = choice["logprobs"]
-    choices.append({"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None})
-    head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    yield from _iter_chunks(head, choices, body["usage"] if _wants_usage(request.dialect_request) else None)
+    choices.append(
+        {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    )
+    head = {key: body[key] for key in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    yield from _iter_chunks(
+        head, choices, body["usage"] if _wants_usage(request.dialect_request) else None
+    )
 
 
 STREAM_DONE = b"data: [DONE]\n\n"
-CHAT_DIALECT = ApiDialect("chatcmpl", parse_chat_request, build_chat_body, iter_chat_events, STREAM_DONE)
+CHAT_DIALECT = ApiDialect(
+    "chatcmpl", parse_chat_request, build_chat_body, iter_chat_events, STREAM_DONE
+)
 
 
 def parse_completion_request(body: Any, settings: EpisodeConfig) -> CompletionRequest:
-    request: CompletionRequest = parse_request_body(CompletionRequest, body, settings, _COMPLETION_NEUTRAL_VALUES)
+    request: CompletionRequest = parse_request_body(
+        CompletionRequest, body, settings, _COMPLETION_NEUTRAL_VALUES
+    )
     return request
 
 
 def build_completion_body(request: CompletionRequest, response: AgentResponse) -> dict[str, Any]:
     """Return the body of an answer to `/v1/completions`."""
-    sampled, logprobs = response.answer, None
+    sampled = response.answer
+    logprobs = None
     if request.logprobs is not None:
-        logprobs = build_completion_logprobs(response.decode_tokens(), sampled.logprobs.tolist(), request.logprobs > 0)
-    choice = {"index": 0, "text": sampled.text, "finish_reason": sampled.finish_reason, "logprobs": logprobs}
-    return _build_body(response.id, "text_completion", response.model, [choice]) | {"usage": sampled.usage}
+        logprobs = build_completion_logprobs(
+            response.decode_tokens(), sampled.logprobs.tolist(), request.logprobs > 0
+        )
+    choice = {
+        "index": 0,
+        "text": sampled.text,
+        "finish_reason": sampled.finish_reason,
+        "logprobs": logprobs,
+    }
+    return _build_body(response.id, "text_completion", response.model, [choice]) | {
+        "usage": sampled.usage
+    }
 
 
-def iter_completion_events(request: CompletionRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_completion_events(
+    request: CompletionRequest, body: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     (choice,) = body["choices"]
     head = {key: body[key] for key in ("id", "created", "model", "object")}
     choices = [{**choice, "finish_reason": None}, {**choice, "text": "", "logprobs": None}]
@@ -177,11 +222,21 @@ def _iter_chunks(
         yield "", {**head, "choices": [], "usage": usage}
 
 
-def _build_body(answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
+def _build_body(
+    answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "id": answer_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+    }
 
 
-def build_token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], with_top: bool) -> list[dict[str, Any]]:
+def build_token_logprobs(
+    tokens: Sequence[str], logprobs: Sequence[float], with_top: bool
+) -> list[dict[str, Any]]:
     """Return the log-prob entry of each sampled token.
 
     `with_top` lists the token itself as its only alternative, since no other was recorded.
@@ -193,7 +248,9 @@ def build_token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], with_
     return entries
 
 
-def build_completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], with_top: bool) -> dict[str, Any]:
+def build_completion_logprobs(
+    tokens: Sequence[str], logprobs: Sequence[float], with_top: bool
+) -> dict[str, Any]:
     offsets = [0]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))

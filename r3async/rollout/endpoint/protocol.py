@@ -30,8 +30,8 @@ from r3async.untrusted import format_value
 class ApiError(Exception):
     """A request that is answered with an error.
 
-    `code`, `param` and `error_type` (`type` in the body) are those of OpenAI's errors. `can_retry` is True if sending
-    the request again may help.
+    `code`, `param` and `error_type` (`type` in the body) are those of OpenAI's errors. `can_retry`
+    is True if sending the request again may help.
     """
 
     def __init__(
@@ -45,13 +45,21 @@ class ApiError(Exception):
         can_retry: bool = False,
     ):
         super().__init__(message)
-        self.status, self.can_retry = status, can_retry
-        self.code, self.param, self.error_type = code, param, error_type
+        self.status = status
+        self.can_retry = can_retry
+        self.code = code
+        self.param = param
+        self.error_type = error_type
 
 
 def build_openai_error(refused: ApiError) -> dict[str, Any]:
     """Return the body of an error in OpenAI's form."""
-    error = {"message": str(refused), "type": refused.error_type, "param": refused.param, "code": refused.code}
+    error = {
+        "message": str(refused),
+        "type": refused.error_type,
+        "param": refused.param,
+        "code": refused.code,
+    }
     return {"error": error}
 
 
@@ -76,7 +84,11 @@ class SampledAnswer(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The text that the agent gets: up to the stop string."""
-        return self.sampled_text.partition(self.stop_string)[0] if self.stop_string else self.sampled_text
+        return (
+            self.sampled_text.partition(self.stop_string)[0]
+            if self.stop_string
+            else self.sampled_text
+        )
 
     @property
     def usage(self) -> dict[str, int]:
@@ -98,9 +110,10 @@ class AgentRequest(msgspec.Struct):
         stop_strings: Strings that end the answer and are not returned.
         template_args: Variables of the chat template, in addition to the episode's.
         single_tool_call: True to return only the first tool call of an answer.
-        dialect_request: The request in its own protocol, for whatever else that needs in order to answer.
-        stored_conversation: The conversation that a later request may continue by the answer's id; None if it is not
-            stored.
+        dialect_request: The request in its own protocol, for whatever else that needs in
+            order to answer.
+        stored_conversation: The conversation that a later request may continue by the answer's id;
+            None if it is not stored.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -117,7 +130,8 @@ class AgentRequest(msgspec.Struct):
 class AgentResponse(msgspec.Struct, frozen=True):
     """A response to a request, independent of its protocol.
 
-    `message` is in the form of `/v1/chat/completions`. `decode_tokens()` returns the text of each sampled token.
+    `message` is in the form of `/v1/chat/completions`. `decode_tokens()` returns the text of
+    each sampled token.
     """
 
     id: str
@@ -142,7 +156,8 @@ class ApiDialect(msgspec.Struct, frozen=True):
         id_prefix: Prefix of its answers' ids.
         parse_request: Translates a request; raises `ApiError`.
         build_body: Returns the body of an answer.
-        iter_events: Yields the same body as a stream: the name of each event, if events have names, and its data.
+        iter_events: Yields the same body as a stream: the name of each event, if events have
+            names, and its data.
         stream_end: Bytes that end the stream.
     """
 
@@ -159,8 +174,8 @@ NEUTRAL_SAMPLING_VALUES: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "min_p": (0,),
 }
-"""Sampling parameters that a request may set only to the episode's own values, and the values with which they request
-nothing."""
+"""Sampling parameters that a request may set only to the episode's own values, and the values with
+which they request nothing."""
 MAX_STOP_STRINGS = 16
 
 
@@ -183,7 +198,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-"""Parameters of all protocols that cannot be granted, and the values with which they request nothing."""
+"""Parameters of all protocols that cannot be granted, and the values with which they
+request nothing."""
 IGNORED_PARAMETERS = frozenset(
     {
         "model",
@@ -216,7 +232,8 @@ IGNORED_PARAMETERS = frozenset(
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The supported fields of `stream_options`. The padding and the counts between are never sent."""
+    """The supported fields of `stream_options`. The padding and the counts
+    between are never sent."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -224,12 +241,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_request_body(
-    request_type: Any, body: Any, settings: EpisodeConfig, neutral_values: Mapping[str, tuple[Any, ...]]
+    request_type: Any,
+    body: Any,
+    settings: EpisodeConfig,
+    neutral_values: Mapping[str, tuple[Any, ...]],
 ) -> Any:
-    """Convert `body` to a `request_type`. Raises `ApiError` for a body that is malformed or cannot be granted.
+    """Convert `body` to a `request_type`. Raises `ApiError` for a body that is malformed or
+    cannot be granted.
 
-    `neutral_values` maps each further parameter of the protocol that cannot be granted to the values that request
-    nothing; None always is one. Any parameter that is neither known nor in `IGNORED_PARAMETERS` is refused by name.
+    `neutral_values` maps each further parameter of the protocol that cannot be granted to the
+    values that request nothing; None always is one. Any parameter that is neither known nor in
+    `IGNORED_PARAMETERS` is refused by name.
     """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object")
@@ -239,8 +261,9 @@ def parse_request_body(
     for name, asked in body.items():
         if asked is not None and name not in known and asked not in neutral.get(name, ()):
             raise ApiError(
-                f"{name:.100} = {format_value(asked)} is not supported: episodes are trained on what the policy itself samples "
-                "from the prompt of its chat template. Leave it out.",
+                f"{name:.100} = {format_value(asked)} is not supported: episodes are "
+                "trained on what the policy itself samples from the prompt of its chat "
+                "template. Leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -250,26 +273,33 @@ def parse_request_body(
         raise ApiError(str(error)) from error
 
 
-def refuse_unknown_fields(value: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
-    """Raise `ApiError` that names the first field of `value` which is not `known` and says something. `where` is the
-    place of `value` in the body; empty for the body of a call of our own."""
+def refuse_unknown_fields(
+    value: Mapping[str, Any], known: Collection[str], where: str = ""
+) -> None:
+    """Raise `ApiError` that names the first field of `value` which is not `known` and
+    says something. `where` is the place of `value` in the body; empty for the body of a
+    call of our own."""
     for name, given in value.items():
         if name not in known and given is not False and given not in (None, "", [], {}):
             if not where:
                 raise ApiError(f"{name:.100} is not a field of this call: leave it out", param=name)
             fix = NOT_SHOWN_OF_A_MESSAGE.get(name, "leave it out")
-            raise ApiError(f"{where}.{name:.100} is not shown to the model: {fix}", param=where.partition("[")[0])
+            raise ApiError(
+                f"{where}.{name:.100} is not shown to the model: {fix}",
+                param=where.partition("[")[0],
+            )
 
 
 def _check_sampling(body: Mapping[str, Any], settings: EpisodeConfig) -> None:
     """Raise `ApiError` for a request with sampling parameters other than the episode's."""
     for name, neutral_values in NEUTRAL_SAMPLING_VALUES.items():
-        asked, value = body.get(name), getattr(settings, name)
+        asked = body.get(name)
+        value = getattr(settings, name)
         if asked is None or asked in neutral_values or _is_same_value(asked, value):
             continue
         raise ApiError(
-            f"{name} = {format_value(asked)}: this episode is sampled at episode.{name} = {value!r}. Leave it out, or change "
-            "that setting of the run.",
+            f"{name} = {format_value(asked)}: this episode is sampled at episode.{name} = "
+            f"{value!r}. Leave it out, or change that setting of the run.",
             param=name,
             code="unsupported_value",
         )
@@ -288,7 +318,9 @@ def parse_stop_strings(stop: str | Sequence[str] | None, param: str = "stop") ->
     """
     found = tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
     if len(found) > MAX_STOP_STRINGS:
-        raise ApiError(f"{param} has {len(found)} strings, more than {MAX_STOP_STRINGS}", param=param)
+        raise ApiError(
+            f"{param} has {len(found)} strings, more than {MAX_STOP_STRINGS}", param=param
+        )
     return found
 
 
@@ -304,7 +336,9 @@ class _Tool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-def select_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequence[Mapping[str, Any]]:
+def select_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Any
+) -> Sequence[Mapping[str, Any]]:
     """Return the tools that an answer may call, given OpenAI's `tool_choice`.
 
     Raises `ApiError` for a choice that would force a call, and for tools that are no functions.
@@ -331,14 +365,15 @@ def translate_tools(
 ) -> list[dict[str, Any]]:
     """Return tools of another protocol in the form of `/v1/chat/completions`.
 
-    Raises `ApiError` for a tool whose `type` is none of `kinds`: somebody other than the agent would run it.
+    Raises `ApiError` for a tool whose `type` is none of `kinds`: somebody other than the
+    agent would run it.
     """
     translated = []
     for i, tool in enumerate(tools or ()):
         if tool.get("type") not in kinds or not isinstance(tool.get("name"), str):
             raise ApiError(
-                f"tools[{i}] has type {format_value(tool.get('type'))}: only named functions that the agent runs itself are "
-                "supported",
+                f"tools[{i}] has type {format_value(tool.get('type'))}: only named functions that "
+                "the agent runs itself are supported",
                 param="tools",
             )
         refuse_unknown_fields(tool, (*_TOOL_FIELDS, parameters_field), f"tools[{i}]")
@@ -356,20 +391,25 @@ def build_tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def join_text_parts(content: Any, kinds: Sequence[str], where: str) -> str:
-    """Return a text, or the joined texts of parts whose `type` is one of `kinds`. Raises `ApiError` for others."""
+    """Return a text, or the joined texts of parts whose `type` is one of `kinds`. Raises
+    `ApiError` for others."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") in kinds else None for p in parts]
+    texts = [
+        p.get("text") if isinstance(p, Mapping) and p.get("type") in kinds else None for p in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(f"{where}: only text is supported", param=where.partition("[")[0])
     return "".join(texts)  # type: ignore[arg-type]
 
 
 def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Convert messages of the API to those of templates: text parts are joined, arguments of tool calls are objects.
+    """Convert messages of the API to those of templates: text parts are joined, arguments of tool
+    calls are objects.
 
-    Raises `ApiError` for content that is not text, and for fields that the model would not be shown.
+    Raises `ApiError` for content that is not text, and for fields that the model
+    would not be shown.
     """
     return MessageParser().parse_messages(messages)
 
@@ -406,7 +446,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _parse_message(index: int, message: Mapping[str, Any]) -> Message:
-    role, where = message.get("role"), f"messages[{index}]"
+    role = message.get("role")
+    where = f"messages[{index}]"
     if role not in _ROLES:
         fix = (
             "write it as a message of the role `tool`"
@@ -418,15 +459,18 @@ def _parse_message(index: int, message: Mapping[str, Any]) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         content = join_text_parts(content, ("text",), where)
-    texts = {"content": content, **{name: message.get(name) for name in ("tool_call_id", "name", *REASONING_KEYS)}}
+    texts = {
+        "content": content,
+        **{name: message.get(name) for name in ("tool_call_id", "name", *REASONING_KEYS)},
+    }
     for name, text in texts.items():
         if text is not None and not isinstance(text, str):
             raise ApiError(f"{where}.{name} must be text", param="messages")
     thoughts = {text for name in REASONING_KEYS if (text := texts[name])}
     if len(thoughts) > 1 or (thoughts and role != "assistant"):
         raise ApiError(
-            f"{where} has a thought that the assistant did not have, or several: give one in `{REASONING_KEYS[0]}` of a message "
-            "of the assistant",
+            f"{where} has a thought that the assistant did not have, or several: give one in "
+            f"`{REASONING_KEYS[0]}` of a message of the assistant",
             param="messages",
         )
     return Message(
@@ -455,15 +499,17 @@ def _parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     try:
         msgspec.convert(calls or [], list[_ToolCall])
     except msgspec.ValidationError as error:
-        raise ApiError(f"{where} must be a list of function calls: {error}", param="messages") from error
+        raise ApiError(
+            f"{where} must be a list of function calls: {error}", param="messages"
+        ) from error
     return list(map(normalize_call, calls or ()))
 
 
 class SampledTexts:
     """A record of the sampled text behind every message that the agent got.
 
-    When such a message comes back in a later request, it gets its sampled text again, also where the client has put the
-    thought into a field of its own.
+    When such a message comes back in a later request, it gets its sampled text again, also where
+    the client has put the thought into a field of its own.
     """
 
     def __init__(self) -> None:
@@ -472,15 +518,19 @@ class SampledTexts:
     def add(self, text: str, message: Message) -> None:
         """Record that the policy sampled `text`, of which the agent got `message`."""
         thoughts, spoken = split_reasoning(message.content)
-        apart = msgspec.structs.replace(message, content=spoken, reasoning_content=_THOUGHT_TAG.sub("", thoughts))
+        apart = msgspec.structs.replace(
+            message, content=spoken, reasoning_content=_THOUGHT_TAG.sub("", thoughts)
+        )
         for shown in (message, apart):
             self._text_by_message[_build_message_key(shown, with_ids=True)] = text
             self._text_by_message[_build_message_key(shown, with_ids=False)] = text
 
     def restore_sampled_text(self, message: Message) -> Message:
-        """Return `message` with its sampled text if it repeats an answer unchanged, otherwise `message` itself.
+        """Return `message` with its sampled text if it repeats an answer unchanged, otherwise
+        `message` itself.
 
-        Among several answers that read the same, the one whose calls have the same ids is taken, then the newest.
+        Among several answers that read the same, the one whose calls have the same ids is taken,
+        then the newest.
         """
         if message.role != "assistant":
             return message
@@ -503,7 +553,7 @@ def _build_message_key(message: Message, with_ids: bool) -> Any:
         )
         for call in message.tool_calls
     )
-    # White space around the text beside a call, or behind a thought, was not returned; frameworks drop such content
-    # altogether, or send "".
+    # White space around the text beside a call, or behind a thought, was not returned; frameworks
+    # drop such content altogether, or send "".
     thought = message.reasoning_content.strip()
     return message.content.strip() if calls or thought else message.content, calls, thought

@@ -1,4 +1,5 @@
-"""OpenAI's `/v1/responses` API, with items instead of messages, and conversations that continue by an answer's id."""
+"""OpenAI's `/v1/responses` API, with items instead of messages, and conversations that continue
+by an answer's id."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text")
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The supported fields of `reasoning`. No summary is made; a `summary` of `auto` accepts the best there is."""
+    """The supported fields of `reasoning`. No summary is made; a `summary` of `auto` accepts
+    the best there is."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
@@ -87,8 +89,8 @@ def parse_responses_request(
         known = stored_conversations.get(asked.previous_response_id)
         if known is None:
             raise ApiError(
-                f"Previous response with id {asked.previous_response_id[:100]!r} not found: it is not of this episode, or was "
-                "made with store = false",
+                f"Previous response with id {asked.previous_response_id[:100]!r} not found: it is "
+                "not of this episode, or was made with store = false",
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
@@ -108,12 +110,14 @@ def parse_responses_request(
 
 
 def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Translate items to messages. The calls that follow an assistant's message become part of it."""
+    """Translate items to messages. The calls that follow an assistant's message
+    become part of it."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{i}]"
+        kind = item.get("type", "message")
+        where = f"input[{i}]"
         if isinstance(kind, str) and kind in _ITEM_FIELDS:
             refuse_unknown_fields(item, _ITEM_FIELDS[kind], where)
         if kind == "message":
@@ -130,7 +134,10 @@ def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str,
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
             raise ApiError(
-                f"{where} has type {format_value(kind)}: only messages, function calls and their outputs are supported",
+                (
+                    f"{where} has type {format_value(kind)}: only messages, function calls and "
+                    "their outputs are supported"
+                ),
                 param="input",
             )
     return messages
@@ -183,9 +190,20 @@ def build_responses_body(agent_request: AgentRequest, response: AgentResponse) -
 def _build_output_items(response: AgentResponse, status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if response.message["content"] or not response.tool_calls:
-        part = {"type": "output_text", "text": response.message["content"], "annotations": [], "logprobs": []}
+        part = {
+            "type": "output_text",
+            "text": response.message["content"],
+            "annotations": [],
+            "logprobs": [],
+        }
         items.append(
-            {"id": f"item-{response.id}-0", "type": "message", "role": "assistant", "status": status, "content": [part]}
+            {
+                "id": f"item-{response.id}-0",
+                "type": "message",
+                "role": "assistant",
+                "status": status,
+                "content": [part],
+            }
         )
     for call in response.tool_calls:
         function = call["function"]
@@ -202,14 +220,23 @@ def _build_output_items(response: AgentResponse, status: str) -> list[dict[str, 
     return items
 
 
-def iter_responses_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream: each item is added, filled and done; the last event has the whole response."""
+def iter_responses_events(
+    request: AgentRequest, body: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of a stream: each item is added, filled and done; the last event has
+    the whole response."""
     numbers = itertools.count()
 
     def make_event(name: str, /, **data: Any) -> tuple[str, dict[str, Any]]:
         return name, {"type": name, "sequence_number": next(numbers), **data}
 
-    begun = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    begun = {
+        **body,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
     yield make_event("response.created", response=begun)
     yield make_event("response.in_progress", response=begun)
     for i, item in enumerate(body["output"]):
@@ -217,24 +244,37 @@ def iter_responses_events(request: AgentRequest, body: Mapping[str, Any]) -> Ite
         if item["type"] == "message":
             (part,) = item["content"]
             yield make_event(
-                "response.output_item.added", output_index=i, item={**item, "status": "in_progress", "content": []}
+                "response.output_item.added",
+                output_index=i,
+                item={**item, "status": "in_progress", "content": []},
             )
             at["content_index"] = 0
             yield make_event("response.content_part.added", **at, part={**part, "text": ""})
             if part["text"]:
-                yield make_event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
+                yield make_event(
+                    "response.output_text.delta", **at, delta=part["text"], logprobs=[]
+                )
             yield make_event("response.output_text.done", **at, text=part["text"], logprobs=[])
             yield make_event("response.content_part.done", **at, part=part)
         else:
             yield make_event(
-                "response.output_item.added", output_index=i, item={**item, "status": "in_progress", "arguments": ""}
+                "response.output_item.added",
+                output_index=i,
+                item={**item, "status": "in_progress", "arguments": ""},
             )
-            yield make_event("response.function_call_arguments.delta", **at, delta=item["arguments"])
             yield make_event(
-                "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
+                "response.function_call_arguments.delta", **at, delta=item["arguments"]
+            )
+            yield make_event(
+                "response.function_call_arguments.done",
+                **at,
+                name=item["name"],
+                arguments=item["arguments"],
             )
         yield make_event("response.output_item.done", output_index=i, item=item)
     yield make_event(f"response.{body['status']}", response=body)
 
 
-RESPONSES_DIALECT = ApiDialect("resp", parse_responses_request, build_responses_body, iter_responses_events)
+RESPONSES_DIALECT = ApiDialect(
+    "resp", parse_responses_request, build_responses_body, iter_responses_events
+)

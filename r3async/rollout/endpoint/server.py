@@ -1,4 +1,5 @@
-"""The HTTP server of the endpoint. It listens on loopback by default and answers nothing without a key."""
+"""The HTTP server of the endpoint. It listens on loopback by default and answers
+nothing without a key."""
 
 from __future__ import annotations
 
@@ -73,9 +74,9 @@ class OutsideTask(EpisodeTask, frozen=True):
 class AgentServer:
     """A server of one engine's sessions, on its event loop.
 
-    `open_session` and `close_session` are for the process that plays leased episodes. If `serving.enabled`, a client
-    with `token` may take an episode that waits for an agent (`offer_session`), or begin a new one that is not trained.
-    `report_event` gets internal errors.
+    `open_session` and `close_session` are for the process that plays leased episodes. If
+    `serving.enabled`, a client with `token` may take an episode that waits for an agent
+    (`offer_session`), or begin a new one that is not trained. `report_event` gets internal errors.
     """
 
     def __init__(
@@ -89,13 +90,17 @@ class AgentServer:
         report_event: EventReporter = ignore_event,
         clock: Callable[[], float] = REAL_WORLD.clock.time,
     ):
-        self.settings, self.serving, self._clock = episode, serving, clock
+        self.settings = episode
+        self.serving = serving
+        self._clock = clock
         self.base_url = ""
         """URL of the endpoint, which ends in `/v1`; known after `start`."""
         self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
-        self._engine, self._renderer = engine, renderer
+        self._engine = engine
+        self._renderer = renderer
         self._parse_tool_calls: ParseToolCalls = parse_builtin
-        self._generator_id, self._report_event = generator_id, report_event
+        self._generator_id = generator_id
+        self._report_event = report_event
         self._sessions: dict[str, AgentSession] = {}
         self._outside_keys: set[str] = set()
         self._offered_sessions: deque[AgentSession] = deque()
@@ -107,12 +112,15 @@ class AgentServer:
     async def start(self) -> None:
         """Start to listen.
 
-        Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, are not available.
+        Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`,
+        are not available.
         """
         self._parse_tool_calls = await select_tool_parser(
             self.serving.tool_parser, self._engine, self._renderer, self._report_event
         )
-        app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._handle_errors])
+        app = web.Application(
+            client_max_size=self.serving.max_body_bytes, middlewares=[self._handle_errors]
+        )
         for path, edge in DIALECT_BY_PATH.items():
             app.router.add_post(path, functools.partial(self._handle_conversation, edge))
         app.router.add_post(COUNT_TOKENS_PATH, self._handle_count_tokens)
@@ -131,17 +139,22 @@ class AgentServer:
         )
         await self._runner.setup()
         self._admitted_connections = limit_connections(self._runner, self.serving.max_connections)
-        host, port = self.serving.host, self.serving.port
+        host = self.serving.host
+        port = self.serving.port
         try:
-            await web.TCPSite(self._runner, strip_brackets(host), port, backlog=self.serving.max_connections).start()
+            await web.TCPSite(
+                self._runner, strip_brackets(host), port, backlog=self.serving.max_connections
+            ).start()
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"`serving.host` = {host!r}, `serving.port` = {port} cannot be listened on: {error.strerror or error}; "
-                "port 0 takes a free one"
+                f"`serving.host` = {host!r}, `serving.port` = {port} cannot be listened on: "
+                f"{error.strerror or error}; port 0 takes a free one"
             ) from error
         bound = self._runner.addresses[0]
-        reach = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(bound[0], bound[0])
+        reach = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(
+            bound[0], bound[0]
+        )
         self.base_url = f"http://{bracket_ipv6(reach)}:{bound[1]}/v1"
 
     async def stop(self) -> None:
@@ -151,7 +164,7 @@ class AgentServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # -- in this process -----------------------------------------------------------------------------------------
+    # -- in this process ---------------------------------------------------------------------------
 
     def open_session(self, task: EpisodeTask) -> AgentSession:
         """Open a session for an episode. The client with its key plays it."""
@@ -181,7 +194,7 @@ class AgentServer:
         """Offer a session to the next client that requests an episode with the token."""
         self._offered_sessions.append(session)
 
-    # -- over HTTP -----------------------------------------------------------------------------------------------
+    # -- over HTTP ---------------------------------------------------------------------------------
 
     @web.middleware
     async def _handle_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -190,7 +203,9 @@ class AgentServer:
         except ApiError as error:
             refused = error
         except web.HTTPException as error:
-            refused = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+            refused = ApiError(
+                f"{request.method} {request.path}: {error.reason}", status=error.status
+            )
         except Exception as error:
             if not _is_disconnected(request):
                 self._report_event("serving_failed", path=request.path, error=repr(error))
@@ -204,7 +219,8 @@ class AgentServer:
         if request.content.exception() is not None:
             response.force_close()  # nothing behind a body that cannot be read is a request
         if request.protocol not in self._admitted_connections:
-            response.force_close()  # a client without a key must not hold one of `serving.max_connections`
+            # A client without a key must not hold one of `serving.max_connections`.
+            response.force_close()
         return response
 
     def _read_key(self, request: web.Request) -> str:
@@ -226,7 +242,9 @@ class AgentServer:
             async with asyncio.timeout(seconds):
                 body = await request.read()
         except TimeoutError:
-            raise ApiError(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
+            raise ApiError(
+                f"the body took longer than serving.read_timeout = {seconds:g} s", status=408
+            ) from None
         except web.RequestPayloadError as error:
             raise ApiError(f"the body cannot be read: {' '.join(str(error).split())}") from error
         try:
@@ -238,14 +256,25 @@ class AgentServer:
         for name, items in lists.items():
             if len(items) > self.serving.max_messages:
                 raise ApiError(
-                    f"{len(items)} {name}, more than serving.max_messages = {self.serving.max_messages}", param=name
+                    (
+                        f"{len(items)} {name}, more than serving.max_messages = "
+                        f"{self.serving.max_messages}"
+                    ),
+                    param=name,
                 )
 
-    async def _handle_conversation(self, dialect: ApiDialect, request: web.Request) -> web.StreamResponse:
+    async def _handle_conversation(
+        self, dialect: ApiDialect, request: web.Request
+    ) -> web.StreamResponse:
         session = self._require_session(request)
-        asked = dialect.parse_request(await self._read_body(request), self.settings, session.stored_conversations)
+        asked = dialect.parse_request(
+            await self._read_body(request), self.settings, session.stored_conversations
+        )
         self._check_list_lengths(messages=asked.messages, tools=asked.tools)
-        async with session.answer_chat(session.parse_messages(asked.messages), asked) as (sampled, message):
+        async with session.answer_chat(session.parse_messages(asked.messages), asked) as (
+            sampled,
+            message,
+        ):
             answer = self._build_response(dialect.id_prefix, sampled, message)
             body = dialect.build_body(asked, answer)
             events = dialect.iter_events(asked, body) if asked.stream else None
@@ -270,7 +299,9 @@ class AgentServer:
         self._check_list_lengths(messages=asked.messages, tools=asked.tools)
         return web.json_response({"input_tokens": await session.count_prompt_tokens(asked)})
 
-    def _build_response(self, id_prefix: str, sampled: SampledAnswer, message: dict[str, Any]) -> AgentResponse:
+    def _build_response(
+        self, id_prefix: str, sampled: SampledAnswer, message: dict[str, Any]
+    ) -> AgentResponse:
         return AgentResponse(
             f"{id_prefix}-{sampled.answer_name}",
             self.serving.model_name,
@@ -284,15 +315,24 @@ class AgentServer:
             self._require_session(request)
         if _is_anthropic_client(request) and "name" not in request.match_info:
             return web.json_response(build_anthropic_models(self.serving.model_name))
-        model = {"id": self.serving.model_name, "object": "model", "created": 0, "owned_by": "r3async"}
-        if name := request.match_info.get("name"):
+        model = {
+            "id": self.serving.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "r3async",
+        }
+        name = request.match_info.get("name")
+        if name:
             if name != model["id"]:
-                raise ApiError(f"The model {name!r} does not exist", status=404, code="model_not_found")
+                raise ApiError(
+                    f"The model {name!r} does not exist", status=404, code="model_not_found"
+                )
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
     async def _handle_reward(self, request: web.Request) -> web.Response:
-        """Handle `{"reward": x}` for the episode, with `"turn": i` (or `"id"`, an answer's id) for one answer.
+        """Handle `{"reward": x}` for the episode, with `"turn": i` (or `"id"`, an answer's
+        id) for one answer.
 
         `"done": true` ends the episode.
         """
@@ -300,7 +340,8 @@ class AgentServer:
         body = await self._read_body(request)
         if not isinstance(body, dict) or not ("reward" in body or body.get("done")):
             raise ApiError(
-                'the body must be {"reward": number}, and may have "turn" or "id", and "done"', param="reward"
+                'the body must be {"reward": number}, and may have "turn" or "id", and "done"',
+                param="reward",
             )
         refuse_unknown_fields(body, ("reward", "turn", "id", "done"))
         turn = body.get("turn")
@@ -336,10 +377,17 @@ class AgentServer:
         return admitted
 
     async def _handle_new_session(self, request: web.Request) -> web.Response:
-        """Answer with a new session that is not trained, given `task_seed`; else with the next episode that waits."""
+        """Answer with a new session that is not trained, given `task_seed`; else with the next
+        episode that waits."""
         if not self._has_token(request):
-            message = "this takes the token of serving.token" if self.serving.enabled else "serving.enabled is false"
-            raise ApiError(message, status=401, code="invalid_api_key", error_type="authentication_error")
+            message = (
+                "this takes the token of serving.token"
+                if self.serving.enabled
+                else "serving.enabled is false"
+            )
+            raise ApiError(
+                message, status=401, code="invalid_api_key", error_type="authentication_error"
+            )
         body = await self._read_body(request) if request.can_read_body else {}
         if not isinstance(body, dict):
             raise ApiError('the body must be {"task_seed": number}, {} or empty', param="task_seed")
@@ -348,7 +396,10 @@ class AgentServer:
         if seed is None:
             if not self._offered_sessions:
                 raise ApiError(
-                    'no episode waits for an agent (the run\'s env.name is "agent-outside", and it has one): ask again',
+                    (
+                        'no episode waits for an agent (the run\'s env.name is "agent-outside", '
+                        "and it has one): ask again"
+                    ),
                     status=503,
                     error_type="server_error",
                     code="no_episode",
@@ -362,11 +413,15 @@ class AgentServer:
                 raise ApiError(f"task_seed {error}", param="task_seed") from error
             if len(self._outside_keys) >= self.serving.max_sessions:
                 raise ApiError(
-                    f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"
+                    f"serving.max_sessions = {self.serving.max_sessions} are open",
+                    status=429,
+                    code="too_many_sessions",
                 )
             session = self.open_session(OutsideTask(next(self._outside_numbers), 0, seed))
             self._outside_keys.add(session.key)
-            asyncio.get_running_loop().call_later(self.settings.timeout, self.close_session, session)
+            asyncio.get_running_loop().call_later(
+                self.settings.timeout, self.close_session, session
+            )
         response = web.json_response(
             {"key": session.key, "base_url": self.base_url, **self._summarize_session(session)}
         )
@@ -383,7 +438,10 @@ class AgentServer:
 
 
 async def _send_answer(
-    request: web.Request, body: dict[str, Any], events: Iterable[tuple[str, dict[str, Any]]] | None, stream_end: bytes
+    request: web.Request,
+    body: dict[str, Any],
+    events: Iterable[tuple[str, dict[str, Any]]] | None,
+    stream_end: bytes,
 ) -> web.Response:
     """Send an answer as `body`, or as a stream of `events`, if the client asked for one.
 
@@ -416,9 +474,12 @@ def _is_anthropic_client(request: web.Request) -> bool:
 
 
 def _find_turn(answer_id: Any, session: AgentSession) -> int:
-    """Return the turn of the answer with that id. Raises `ApiError` if it is no id of an answer in this episode."""
+    """Return the turn of the answer with that id. Raises `ApiError` if it is no id of an answer
+    in this episode."""
     kind, _, name = answer_id.partition("-") if isinstance(answer_id, str) else ("", "", "")
     turn = session.find_turn(name) if kind in _ANSWER_ID_PREFIXES else -1
     if turn < 0:
-        raise ApiError(f"{format_value(answer_id)} is not the id of an answer in this episode", param="id")
+        raise ApiError(
+            f"{format_value(answer_id)} is not the id of an answer in this episode", param="id"
+        )
     return turn

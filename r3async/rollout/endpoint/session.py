@@ -1,4 +1,5 @@
-"""A session of the endpoint: one episode with its key, its turns, and the parser of its tool calls."""
+"""A session of the endpoint: one episode with its key, its turns, and the parser
+of its tool calls."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 
 _TOKENIZER_THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-"""Thread of the tokenizer. One, because a tokenizer does not support several threads at once, and a second tokenizer
-would only take turns with the first."""
+"""Thread of the tokenizer. One, because a tokenizer does not support several threads at once, and a
+second tokenizer would only take turns with the first."""
 
 PLAIN_REQUEST = AgentRequest(())
 """A request without tools, limits or other options."""
@@ -49,7 +50,9 @@ R = TypeVar("R")
 
 async def run_in_tokenizer(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call `work` in the tokenizer's thread, and return its result or raise its exception."""
-    return await asyncio.get_running_loop().run_in_executor(_TOKENIZER_THREAD, functools.partial(work, *args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(
+        _TOKENIZER_THREAD, functools.partial(work, *args, **kwargs)
+    )
 
 
 REWARD_CALL_EXAMPLE = 'POST /v1/r3async/reward {"reward": 1.0}'
@@ -61,8 +64,8 @@ class _AgentConversation(msgspec.Struct, eq=False):
     Attributes:
         renderer: The renderer with the template variables that the agent requested.
         agent_messages: The messages as the agent sent them.
-        last_answer: The last answer as it was sampled, once a request may continue it; None while it is in flight, and
-            after it failed.
+        last_answer: The last answer as it was sampled, once a request may continue it; None while
+            it is in flight, and after it failed.
     """
 
     renderer: ChatRenderer
@@ -75,10 +78,11 @@ class _AgentConversation(msgspec.Struct, eq=False):
 class AgentSession:
     """One episode that an agent plays through the endpoint, with the requests that carry its `key`.
 
-    A request is a whole conversation. Earlier answers that it repeats keep their sampled tokens. A prompt that extends
-    a recorded sample continues it, and any other prompt branches (`EpisodeSamples`). An answer becomes a turn once the
-    agent has it: an answer that could not be delivered is no turn, and its prompt may be sent again. Requests may
-    overlap. A session belongs to one event loop.
+    A request is a whole conversation. Earlier answers that it repeats keep their sampled tokens. A
+    prompt that extends a recorded sample continues it, and any other prompt branches
+    (`EpisodeSamples`). An answer becomes a turn once the agent has it: an answer that could not be
+    delivered is no turn, and its prompt may be sent again. Requests may overlap. A session belongs
+    to one event loop.
     """
 
     def __init__(
@@ -95,28 +99,36 @@ class AgentSession:
         report_event: EventReporter = ignore_event,
     ):
         self.key = f"r3-{secrets.token_urlsafe(32)}"
-        self.task, self.settings, self.renderer = task, settings, renderer
+        self.task = task
+        self.settings = settings
+        self.renderer = renderer
         self.closed = asyncio.Event()
-        """Event that is set when the agent has ended the episode, or it was taken from the agent. No request is
-        answered after that."""
+        """Event that is set when the agent has ended the episode, or it was taken from the agent.
+        No request is answered after that."""
         self.exceeded_limit = ""
         """Limit for which a request was refused for good: `turns` or `length`; "" if none was."""
         self.engine_failure: Exception | None = None
         """Error of the engine after it failed too often; None otherwise."""
         self.stored_conversations: dict[str, Sequence[Mapping[str, Any]]] = {}
         """Conversations that a request may continue, by the id of their last answer."""
-        self._generator_id, self._clock, self._report_event = generator_id, clock, report_event
-        self._default_reward, self._parse_tool_calls = default_reward, parse_tool_calls
+        self._generator_id = generator_id
+        self._clock = clock
+        self._report_event = report_event
+        self._default_reward = default_reward
+        self._parse_tool_calls = parse_tool_calls
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
         name = task.trajectory_id
-        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report_event)
+        self._retrying_engine = RetryingEngine(
+            name, engine, settings, renderer.stop_token_ids, report_event
+        )
         self._conversations: list[_AgentConversation] = []
         """Conversations in the order of their last answers. Used by the tokenizer's thread only."""
         self._answer_pieces: dict[str, list[PromptPiece]] = {}
         self._message_parser = MessageParser()
         self._sampled_texts = SampledTexts()
         self._completions: list[tuple[str, list[int]]] = []
-        """Text and tokens of each completion, prompt and answer together, without the stop token."""
+        """Text and tokens of each completion, prompt and answer together,
+        without the stop token."""
         self._running_calls: set[asyncio.Task[Any]] = set()
         self._pending_count = 0
         """Number of requests whose answers are not delivered yet."""
@@ -133,7 +145,7 @@ class AgentSession:
         """The number of answers so far."""
         return self._samples.turn_count
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def answer_chat(
@@ -141,8 +153,8 @@ class AgentSession:
     ) -> AsyncIterator[tuple[SampledAnswer, dict[str, Any]]]:
         """Answer a chat request, yielding the sampled answer and its message.
 
-        They must be delivered within the block (`_sample_answer`). `messages` are the messages of `request` after
-        `parse_messages`. Raises `ApiError`. Cancelling aborts the request.
+        They must be delivered within the block (`_sample_answer`). `messages` are the messages of
+        `request` after `parse_messages`. Raises `ApiError`. Cancelling aborts the request.
         """
         try:
             # Rendering and tokenising take a second per MiB, so they run off the event loop.
@@ -158,32 +170,39 @@ class AgentSession:
                 message |= {"content": content or None, "tool_calls": calls}
             yield sampled, message
         self._sampled_texts.add(
-            sampled.sampled_text, Message("assistant", content, tool_calls=_parse_call_objects(calls))
+            sampled.sampled_text,
+            Message("assistant", content, tool_calls=_parse_call_objects(calls)),
         )
         self._add_preview(messages[-1].role, messages[-1].content, sampled.sampled_text)
-        # The next request waits for this in the tokenizer's thread, even if this request is cancelled now.
+        # The next request waits for this in the tokenizer's thread, even if this request
+        # is cancelled now.
         await asyncio.shield(run_in_tokenizer(self._record_answer, talk, sampled))
 
     async def _parse_answer(
         self, text: str, request: AgentRequest, opens_thought: bool
     ) -> tuple[str, list[dict[str, Any]]]:
-        # The prompt already has the opening tag, but the parser has to see that a thought has begun.
+        # The prompt already has the opening tag, but the parser has to see that a
+        # thought has begun.
         opened = THINK_OPEN_TAG if opens_thought else ""
         try:
             content, calls = await self._parse_tool_calls(opened + text, request.tools)
         except (EngineError, TimeoutError) as error:
             self.engine_failure = error
-            raise ApiError(f"the engine failed: {error!r}", status=500, error_type="server_error") from error
+            raise ApiError(
+                f"the engine failed: {error!r}", status=500, error_type="server_error"
+            ) from error
         if self.closed.is_set():
             raise build_closed_error()
         return content.removeprefix(opened), calls[:1] if request.single_tool_call else calls
 
     def parse_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Parse the messages of a request as `protocol.parse_messages` does, but only those that are new."""
+        """Parse the messages of a request as `protocol.parse_messages` does, but only
+        those that are new."""
         return self._message_parser.parse_messages(messages)
 
     async def count_prompt_tokens(self, request: AgentRequest) -> int:
-        """Return the number of tokens of a prompt, as if none of it had been sampled here. Raises `ApiError`."""
+        """Return the number of tokens of a prompt, as if none of it had been sampled here.
+        Raises `ApiError`."""
         messages = parse_messages(request.messages)
 
         def counted() -> int:
@@ -200,15 +219,22 @@ class AgentSession:
             raise ApiError(str(error), param="messages") from error
 
     def _open_conversation(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        template_args: Mapping[str, Any],
     ) -> tuple[_AgentConversation, Prompt]:
-        """Find or begin the conversation of a request and build its prompt. Runs in the tokenizer's thread."""
+        """Find or begin the conversation of a request and build its prompt. Runs in the
+        tokenizer's thread."""
         renderer = apply_template_args(self.renderer, template_args)
         talk = self._find_continued(messages, tools, renderer)
         if talk is not None:
             talk.last_answer = None
             talk.conversation.add_messages(
-                [self._sampled_texts.restore_sampled_text(m) for m in messages[len(talk.agent_messages) + 1 :]]
+                [
+                    self._sampled_texts.restore_sampled_text(m)
+                    for m in messages[len(talk.agent_messages) + 1 :]
+                ]
             )
             with contextlib.suppress(TemplateError):
                 prompt = talk.conversation.build_prompt()
@@ -227,9 +253,13 @@ class AgentSession:
             raise ApiError(str(error), param="messages") from error
 
     def _find_continued(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], renderer: ChatRenderer
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        renderer: ChatRenderer,
     ) -> _AgentConversation | None:
-        """Return the conversation that these messages repeat, with its answer, and continue; None if there is none."""
+        """Return the conversation that these messages repeat, with its answer, and continue; None
+        if there is none."""
         for talk in reversed(self._conversations):
             known = len(talk.agent_messages)
             if (
@@ -251,20 +281,28 @@ class AgentSession:
         tools: Sequence[Mapping[str, Any]],
         renderer: ChatRenderer,
     ) -> tuple[_AgentConversation, Prompt]:
-        """Begin a conversation in which the agent sent `agent_messages` and the template gets `template_messages`."""
+        """Begin a conversation in which the agent sent `agent_messages` and the template gets
+        `template_messages`."""
         most = self.settings.max_prompt_tokens
         conversation = Conversation(renderer, template_messages, tools, most, self._answer_pieces)
         conversation.adopt_closest([talk.conversation for talk in self._conversations])
-        return _AgentConversation(renderer, conversation, tools, agent_messages), conversation.build_prompt()
+        return _AgentConversation(
+            renderer, conversation, tools, agent_messages
+        ), conversation.build_prompt()
 
     def _record_answer(self, conversation: _AgentConversation, sampled: SampledAnswer) -> None:
         """Add the answer to its conversation as it was sampled, so that it can be continued.
 
         Runs in the tokenizer's thread.
         """
-        text = conversation.conversation.add_answer(sampled.token_ids, turn=self.find_turn(sampled.answer_name))
+        text = conversation.conversation.add_answer(
+            sampled.token_ids, turn=self.find_turn(sampled.answer_name)
+        )
         conversation.last_answer = Message("assistant", text)
-        self._conversations = [*(other for other in self._conversations if other is not conversation), conversation]
+        self._conversations = [
+            *(other for other in self._conversations if other is not conversation),
+            conversation,
+        ]
 
     @contextlib.asynccontextmanager
     async def answer_completion(
@@ -272,13 +310,15 @@ class AgentSession:
     ) -> AsyncIterator[SampledAnswer]:
         """Continue a text, or token ids, yielding the answer to deliver within the block.
 
-        A text that begins with an earlier prompt and its answer keeps their tokens. Any other begins as the tokenizer
-        begins texts; token ids are taken as they are.
+        A text that begins with an earlier prompt and its answer keeps their tokens. Any other
+        begins as the tokenizer begins texts; token ids are taken as they are.
         """
         most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
             by_length = sorted(self._completions, key=lambda known: len(known[0]), reverse=True)
-            text, ids = next((known for known in by_length if prompt.startswith(known[0])), ("", []))
+            text, ids = next(
+                (known for known in by_length if prompt.startswith(known[0])), ("", [])
+            )
             try:
                 self.renderer.check_length(len(prompt), most)
             except TextTooLongError as error:
@@ -290,10 +330,15 @@ class AgentSession:
                 raise self._refuse_length(f"{len(prompt)} tokens")
             ids = list(prompt)
         if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
-            raise ApiError(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
+            raise ApiError(
+                f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}",
+                param="prompt",
+            )
         if not isinstance(prompt, str):
             prompt = self.renderer.decode(ids)
-        async with self._sample_answer(Prompt(np.asarray(ids, np.int32)), max_tokens, stop) as sampled:
+        async with self._sample_answer(
+            Prompt(np.asarray(ids, np.int32)), max_tokens, stop
+        ) as sampled:
             yield sampled
         ended = sampled.token_ids[-1] in self.renderer.stop_token_ids
         spoken = sampled.token_ids[:-1] if ended else sampled.token_ids
@@ -302,7 +347,10 @@ class AgentSession:
 
     def _add_preview(self, role: str, content: str, answer: str) -> None:
         if self.task.episode_index == 0:
-            self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
+            self._preview += [
+                {"role": role, "content": content},
+                {"role": "assistant", "content": answer},
+            ]
 
     @contextlib.asynccontextmanager
     async def _sample_answer(
@@ -310,12 +358,14 @@ class AgentSession:
     ) -> AsyncIterator[SampledAnswer]:
         """Sample an answer and yield it, to be delivered within the block.
 
-        An exception in the block means that it could not be delivered: then the episode is as if there had been no
-        request.
+        An exception in the block means that it could not be delivered: then the episode is as if
+        there had been no request.
         """
         capacity = self._require_capacity(len(prompt.token_ids), max_tokens)
         try:
-            call = self._samples.start_call(prompt.token_ids, prompt.shared_turn, prompt.shared_tokens)
+            call = self._samples.start_call(
+                prompt.token_ids, prompt.shared_turn, prompt.shared_tokens
+            )
         except PrefixMismatchError as error:
             raise ApiError(str(error), code="prefix_broken") from error
         self._pending_count += 1
@@ -327,16 +377,23 @@ class AgentSession:
         except BaseException as error:
             self._samples.cancel_call(call)
             if sampled is not None and not isinstance(error, ApiError) and not self.closed.is_set():
-                self._report_event("answer_undelivered", episode=self.task.trajectory_id, tokens=len(sampled.token_ids))
+                self._report_event(
+                    "answer_undelivered",
+                    episode=self.task.trajectory_id,
+                    tokens=len(sampled.token_ids),
+                )
             raise
         finally:
             self._pending_count -= 1
         try:
             self._turn_by_answer[sampled.answer_name] = self._samples.finish_call(call, generation)
         except RoutingError as error:
-            self.engine_failure = error  # the agent has its answer already, so that no error can be returned
+            # The agent has its answer already, so that no error can be returned.
+            self.engine_failure = error
 
-    async def _call_engine(self, call: PendingCall, capacity: int, stop: Sequence[str]) -> Generation:
+    async def _call_engine(
+        self, call: PendingCall, capacity: int, stop: Sequence[str]
+    ) -> Generation:
         asking = asyncio.ensure_future(self._retrying_engine.generate_answer(call, capacity, stop))
         self._running_calls.add(asking)
         try:
@@ -347,11 +404,15 @@ class AgentSession:
             raise
         except Exception as error:
             self.engine_failure = error
-            raise ApiError(f"the engine failed: {error}", status=500, error_type="server_error") from error
+            raise ApiError(
+                f"the engine failed: {error}", status=500, error_type="server_error"
+            ) from error
         finally:
             self._running_calls.discard(asking)
 
-    def _build_answer(self, prompt_tokens: int, generation: Generation, stop: Sequence[str]) -> SampledAnswer:
+    def _build_answer(
+        self, prompt_tokens: int, generation: Generation, stop: Sequence[str]
+    ) -> SampledAnswer:
         ids = generation.token_ids.tolist()
         text = self.renderer.decode_answer(ids)
         places = sorted((text.find(one), one) for one in stop if one in text)
@@ -366,7 +427,8 @@ class AgentSession:
         )
 
     def _require_capacity(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return the number of tokens that may be sampled. Raises `ApiError` if no capacity or no turn is left."""
+        """Return the number of tokens that may be sampled. Raises `ApiError` if no capacity or
+        no turn is left."""
         if self.closed.is_set():
             raise build_closed_error()
         if max_tokens is not None and max_tokens < 1:
@@ -375,7 +437,8 @@ class AgentSession:
         if self.turn_count + self._pending_count >= settings.max_turns:
             self.exceeded_limit = "turns"
             raise ApiError(
-                f"this episode has had its episode.max_turns = {settings.max_turns} answers", code="max_turns_exceeded"
+                f"this episode has had its episode.max_turns = {settings.max_turns} answers",
+                code="max_turns_exceeded",
             )
         capacity = answer_capacity(prompt_tokens, settings)
         if not capacity:
@@ -389,21 +452,23 @@ class AgentSession:
     def _build_length_error(self, what: str) -> ApiError:
         most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
         return ApiError(
-            f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
-            f"episode.max_total_tokens). However, your messages resulted in {what}.",
+            f"This model's maximum context length is {most} tokens of prompt "
+            "(episode.max_prompt_tokens, episode.max_total_tokens). However, your messages "
+            f"resulted in {what}.",
             code="context_length_exceeded",
             param="messages",
         )
 
-    # -- rewards and the trajectory ------------------------------------------------------------------------------
+    # -- rewards and the trajectory ----------------------------------------------------------------
 
     def set_reward(self, reward: float, turn: int | None = None) -> None:
         """Set the reward of the whole episode, or of the answer `turn`.
 
         Both kinds add up; setting the same reward again replaces it.
 
-        The reward of the episode is credited at its last answer. Raises `ValueError` for a reward that is not a finite
-        number, for rewards that together exceed `MAX_EPISODE_REWARD`, and for an unknown turn.
+        The reward of the episode is credited at its last answer. Raises `ValueError` for a reward
+        that is not a finite number, for rewards that together exceed `MAX_EPISODE_REWARD`, and for
+        an unknown turn.
         """
         try:
             if isinstance(reward, bool):
@@ -415,11 +480,21 @@ class AgentSession:
             turn = None if turn is None else to_bounded_int(turn, 0, self.turn_count - 1)
         except ValueError as error:
             raise ValueError(
-                f"there is no turn {format_value(turn)}: the episode has {self.turn_count} so far, counted from 0"
+                f"there is no turn {format_value(turn)}: the episode has {self.turn_count} so "
+                "far, counted from 0"
             ) from error
-        whole, by_turn = (earned, {}) if turn is None else (self._episode_reward or 0.0, {turn: earned})
-        if (total := abs(whole) + sum(map(abs, {**self._turn_rewards, **by_turn}.values()))) > MAX_EPISODE_REWARD:
-            raise ValueError(f"a reward of {earned:g} makes {total:g} together, and {MAX_EPISODE_REWARD:g} is the most")
+        if turn is None:
+            whole = earned
+            by_turn = {}
+        else:
+            whole = self._episode_reward or 0.0
+            by_turn = {turn: earned}
+        total = abs(whole) + sum(map(abs, {**self._turn_rewards, **by_turn}.values()))
+        if total > MAX_EPISODE_REWARD:
+            raise ValueError(
+                f"a reward of {earned:g} makes {total:g} together, and "
+                f"{MAX_EPISODE_REWARD:g} is the most"
+            )
         if turn is None:
             self._episode_reward = earned
         else:
@@ -439,7 +514,8 @@ class AgentSession:
         return (self._episode_reward or 0.0) + sum(self._turn_rewards.values())
 
     def find_turn(self, name: str) -> int:
-        """Return the turn of the answer with that name (`SampledAnswer`); -1 if no such answer was delivered."""
+        """Return the turn of the answer with that name (`SampledAnswer`); -1 if no such
+        answer was delivered."""
         return self._turn_by_answer.get(name, -1)
 
     def close(self) -> None:
@@ -449,25 +525,33 @@ class AgentSession:
             call.cancel()
 
     def build_trajectory(self, stop_reason: str) -> Trajectory:
-        """Return the trajectory of a closed session; call it once. Raises `EpisodeError` without an answer or a reward.
+        """Return the trajectory of a closed session; call it once. Raises `EpisodeError` without an
+        answer or a reward.
 
-        If time ran out (`timeout`) before the whole episode was rewarded, answers after the last one that has its own
-        reward are left out, as their rewards are unknown.
+        If time ran out (`timeout`) before the whole episode was rewarded, answers after the last
+        one that has its own reward are left out, as their rewards are unknown.
         """
-        name, turns = self.task.trajectory_id, self.turn_count
+        name = self.task.trajectory_id
+        turns = self.turn_count
         if not turns:
             raise EpisodeError(
-                f"the agent of episode {name} got no answer from the model: it made no request that was served"
+                f"the agent of episode {name} got no answer from the model: it made no "
+                "request that was served"
             )
         reward = self._episode_reward
         if not self.is_rewarded:
             reward = self._default_reward
             if reward is None:
-                refused = f" (its last request was refused: {self.exceeded_limit})" if self.exceeded_limit else ""
+                refused = (
+                    f" (its last request was refused: {self.exceeded_limit})"
+                    if self.exceeded_limit
+                    else ""
+                )
                 raise EpisodeError(
-                    f"the agent of episode {name} gave no reward{refused}: return it from play(), print it in the last line as "
-                    f'{{"reward": 1.0}}, or call {REWARD_CALL_EXAMPLE}; or set serving.unrewarded to what such an episode is '
-                    "worth"
+                    f"the agent of episode {name} gave no reward{refused}: return it from "
+                    'play(), print it in the last line as {"reward": 1.0}, or call '
+                    f"{REWARD_CALL_EXAMPLE}; or set serving.unrewarded to what such an "
+                    "episode is worth"
                 )
         for turn, value in self._turn_rewards.items():
             self._samples.add_reward(turn, value)

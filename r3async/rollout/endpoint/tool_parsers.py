@@ -17,7 +17,8 @@ from r3async.rollout.renderer import ChatRenderer
 from r3async.untrusted import MalformedError, decode_json_object
 from r3async.world import EventReporter, ignore_event
 
-BUILTIN_PARSER, AUTO_PARSER = "builtin", "auto"
+BUILTIN_PARSER = "builtin"
+AUTO_PARSER = "auto"
 ChatToolCalls = list[dict[str, Any]]
 ParseToolCalls = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, ChatToolCalls]]]
 """Function that parses an answer into `content, tool_calls`, in OpenAI's form."""
@@ -33,8 +34,8 @@ PARSER_BY_MARKER = (
     ("<|python_tag|>", "llama3_json"),
     ("<|tool_call|>", "granite"),
 )
-"""Marker that a chat template writes around a call, and vLLM's parser of that form. The first match in a template
-counts."""
+"""Marker that a chat template writes around a call, and vLLM's parser of that form. The first match
+in a template counts."""
 
 
 async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
@@ -42,10 +43,13 @@ async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def detect_parser(template: str) -> str:
-    """Return the parser for a chat template's form of tool calls: `builtin` for Hermes' form, and if it has none."""
+    """Return the parser for a chat template's form of tool calls: `builtin` for Hermes' form,
+    and if it has none."""
     if "<｜tool▁calls▁begin｜>" in template and "```json" in template:
         return "deepseek_v3"
-    return next((parser for marker, parser in PARSER_BY_MARKER if marker in template), BUILTIN_PARSER)
+    return next(
+        (parser for marker, parser in PARSER_BY_MARKER if marker in template), BUILTIN_PARSER
+    )
 
 
 async def select_tool_parser(
@@ -53,13 +57,15 @@ async def select_tool_parser(
 ) -> ParseToolCalls:
     """Return the parser of `serving.tool_parser` = `name`. The engine must have started.
 
-    Raises `ConfigError` for a name that the engine does not have. If the template selects a parser that the engine
-    lacks, that is reported and the built-in parser is used.
+    Raises `ConfigError` for a name that the engine does not have. If the template selects a parser
+    that the engine lacks, that is reported and the built-in parser is used.
     """
     template = renderer.tokenizer.chat_template
     wanted = name
     if name == AUTO_PARSER:
-        wanted = detect_parser(template if isinstance(template, str) else "\n".join(template.values()))
+        wanted = detect_parser(
+            template if isinstance(template, str) else "\n".join(template.values())
+        )
     if wanted == BUILTIN_PARSER:
         return parse_builtin
     of_engine = getattr(engine, "parse_tool_calls", None)
@@ -73,13 +79,17 @@ async def select_tool_parser(
         report_event("tool_parser_unavailable", parser=wanted, error=str(error))
         return parse_builtin
 
-    async def parse_with_engine(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
+    async def parse_with_engine(
+        text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, ChatToolCalls]:
         if not tools:
             return text, []
         thoughts, spoken = split_reasoning(text)
         content, calls = await of_engine(wanted, spoken, tools)
         offered = list_tool_names(tools)
-        if not calls or not all(name in offered and _is_json_object(arguments) for _, name, arguments in calls):
+        if not calls or not all(
+            name in offered and _is_json_object(arguments) for _, name, arguments in calls
+        ):
             return text, []
         return (thoughts + content).strip(), [build_tool_call(*call) for call in calls]
 

@@ -51,7 +51,8 @@ KILL_SECONDS = 5.0
 
 
 class EngineCoreClient:
-    """A client of the engine core, whose process begins to import vLLM at once. All calls belong to one event loop.
+    """A client of the engine core, whose process begins to import vLLM at once. All calls belong
+    to one event loop.
 
     If the process fails, every call that waits for it raises its error as `EngineLostError`.
 
@@ -63,14 +64,20 @@ class EngineCoreClient:
     """
 
     def __init__(
-        self, args: Mapping[str, Any], threads: int, kv_cache_bytes: int, run_process: Callable[..., None] | None = None
+        self,
+        args: Mapping[str, Any],
+        threads: int,
+        kv_cache_bytes: int,
+        run_process: Callable[..., None] | None = None,
     ):
         self.load = EngineLoad()
         self.max_model_len = self.block_size = 0
-        """Limits of the core in tokens, of a text and of a block of the cache; known after `start`."""
+        """Limits of the core in tokens, of a text and of a block of the cache;
+        known after `start`."""
         self._scratch = EngineScratch()
         self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=2)
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), CoreOutputDecoder()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = CoreOutputDecoder()
         self._input_socket, self._output_socket = (
             self._bind_socket(zmq.ROUTER, "input"),
             self._bind_socket(zmq.PULL, "output"),
@@ -110,27 +117,47 @@ class EngineCoreClient:
         """Wait until the core has loaded its model. Raises `EngineError` if it ends before that."""
         with self._bind_socket(zmq.ROUTER, "start") as starting:
             name, _ = await self._receive_frames(starting)
-            addresses = {"inputs": [self._build_address("input")], "outputs": [self._build_address("output")]}
-            await starting.send_multipart([name, self._encoder.encode({"addresses": addresses, "parallel_config": {}})])
+            addresses = {
+                "inputs": [self._build_address("input")],
+                "outputs": [self._build_address("output")],
+            }
+            await starting.send_multipart(
+                [name, self._encoder.encode({"addresses": addresses, "parallel_config": {}})]
+            )
             self._core_identity, ready = await self._receive_frames(self._input_socket)
             await self._receive_frames(starting)
         facts = decode_msgpack(ready, CoreReady)
-        self.max_model_len, self.block_size = facts.max_model_len, facts.block_size
+        self.max_model_len = facts.max_model_len
+        self.block_size = facts.block_size
 
     async def add_request(
-        self, request_id: str, prompt_ids: list[int], params: CoreSamplingParams, cache_salt: str | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: CoreSamplingParams,
+        cache_salt: str | None,
     ) -> None:
-        """Send a request, whose id must be new. Raises `EngineError` for one that the engine could not serve."""
+        """Send a request, whose id must be new. Raises `EngineError` for one that the engine
+        could not serve."""
         if not 0 < len(prompt_ids) < self.max_model_len:
-            raise EngineError(f"a prompt of {len(prompt_ids)} tokens: it has to have 1 to {self.max_model_len - 1}")
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens: it has to have 1 to "
+                f"{self.max_model_len - 1}"
+            )
         if params.max_tokens < 1:
-            raise EngineError(f"at most {params.max_tokens} tokens are asked for: it has to be 1 or more")
+            raise EngineError(
+                f"at most {params.max_tokens} tokens are asked for: it has to be 1 or more"
+            )
         if not 0 <= params.routed_experts_prompt_start <= len(prompt_ids):
             raise EngineError(
-                f"routes from position {params.routed_experts_prompt_start} of a prompt of {len(prompt_ids)} tokens"
+                f"routes from position {params.routed_experts_prompt_start} of a prompt of "
+                f"{len(prompt_ids)} tokens"
             )
         await self._send_message(
-            ADD_MESSAGE, CoreRequest(request_id, prompt_ids, None, params, None, time.time(), None, cache_salt, None)
+            ADD_MESSAGE,
+            CoreRequest(
+                request_id, prompt_ids, None, params, None, time.time(), None, cache_salt, None
+            ),
         )
 
     async def abort_requests(self, request_ids: list[str]) -> None:
@@ -143,8 +170,9 @@ class EngineCoreClient:
 
         Raises `EngineLostError` when the engine is lost.
 
-        A task must wait here while calls run, because their results arrive in one stream with the outputs. So when a
-        call has returned, everything that left the core before its result was returned here.
+        A task must wait here while calls run, because their results arrive in one stream with
+        the outputs. So when a call has returned, everything that left the core before its result
+        was returned here.
         """
         while True:
             frames = await self._receive_frames(self._output_socket)
@@ -168,12 +196,15 @@ class EngineCoreClient:
         answers: list[Any] = await self._call_core("collective_rpc", method, None, args)
         return answers
 
-    async def parse_tool_calls(self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    async def parse_tool_calls(
+        self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> Any:
         """Call `vllm.tool_parser.VllmToolParser` in the core's process."""
         return await self._call_core("r3_tool_calls", parser, text, tools)
 
     def close(self) -> None:
-        """Close the client: no call returns any more. Belongs to the event loop, like all methods but `end_process`."""
+        """Close the client: no call returns any more. Belongs to the event loop, like all methods
+        but `end_process`."""
         self._loop.remove_reader(self._process.sentinel)
         self._set_failure(EngineError("the engine was stopped"))
         self._context.destroy(linger=0)
@@ -187,7 +218,9 @@ class EngineCoreClient:
     async def _send_message(self, kind: bytes, content: Any) -> None:
         if self._failure is not None:
             raise self._failure
-        await self._input_socket.send_multipart([self._core_identity, kind, self._encoder.encode(content)], copy=False)
+        await self._input_socket.send_multipart(
+            [self._core_identity, kind, self._encoder.encode(content)], copy=False
+        )
 
     async def _call_core(self, method: str, *args: Any) -> Any:
         number = next(self._call_numbers)
@@ -208,7 +241,8 @@ class EngineCoreClient:
             call.set_result(answer.result[1])
 
     async def _receive_frames(self, socket: zmq.asyncio.Socket) -> list[Any]:
-        """Return the frames of the socket's next message. Raises the process's failure if that comes first."""
+        """Return the frames of the socket's next message. Raises the process's failure if
+        that comes first."""
         if self._failure is not None:
             raise self._failure
         self._pending_frames = receiving = asyncio.ensure_future(socket.recv_multipart(copy=False))
@@ -222,7 +256,8 @@ class EngineCoreClient:
         return self._set_failure(EngineLostError("the engine failed"))
 
     def _set_failure(self, failure: EngineError) -> EngineError:
-        """Make every waiting and later call raise `failure`, or the failure set before it; return that failure."""
+        """Make every waiting and later call raise `failure`, or the failure set before it;
+        return that failure."""
         self._failure = self._failure or failure
         for waiting in (self._pending_frames, *self._pending_calls.values()):
             if not waiting.done():
@@ -246,10 +281,14 @@ def _spawn_core(
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with inherited_environment() as environment:
         environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
-        # vLLM's processes meet at files that they leave behind. What torch compiles is for later engines too.
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
+        # vLLM's processes meet at files that they leave behind. What torch compiles is for
+        # later engines too.
+        environment.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}"
+        )
         environment["TMPDIR"] = str(scratch)
-        # A forked child would inherit locks of its parent's threads, and would not read OMP_NUM_THREADS again.
+        # A forked child would inherit locks of its parent's threads, and would not read
+        # OMP_NUM_THREADS again.
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if is_cpu_vllm():
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -257,11 +296,13 @@ def _spawn_core(
             # The worker runs in the engine's process, and not in a separate pinned one.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
-            if (
-                workers > 1
-            ):  # vLLM gives each of several workers a NUMA node, and starts none where there are fewer nodes
+            # vLLM gives each of several workers a NUMA node, and starts none where there
+            # are fewer nodes.
+            if workers > 1:
                 environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        process = multiprocessing.get_context("spawn").Process(target=run, name="EngineCore", args=args)
+        process = multiprocessing.get_context("spawn").Process(
+            target=run, name="EngineCore", args=args
+        )
         process._config["semprefix"] = f"/{scratch.name}"  # type: ignore[attr-defined]
         with hide_main_module():
             process.start()
@@ -269,20 +310,27 @@ def _spawn_core(
 
 
 def _run_core_process(
-    args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes: int, failure_pipe: Connection
+    args: dict[str, Any],
+    address: str,
+    owner_pid: int,
+    kv_cache_bytes: int,
+    failure_pipe: Connection,
 ) -> None:
     """Run the core in its process. The error with which it fails is sent to `failure_pipe`."""
 
     exit_with_owner(owner_pid)
     name_shared_memory()
-    # Ends the process before Python takes vLLM's modules apart, for seconds: what is registered first is called last.
+    # Ends the process before Python takes vLLM's modules apart, for seconds: what is registered
+    # first is called last.
     atexit.register(os._exit, 0)
     try:
         with pause_garbage_collector():
             check_vllm_names()
             from r3async.rollout.vllm.core import run_core
 
-        run_core(args, address, OwnerBoundConfig(owner_pid), kv_cache_bytes if is_cpu_vllm() else None)
+        run_core(
+            args, address, OwnerBoundConfig(owner_pid), kv_cache_bytes if is_cpu_vllm() else None
+        )
     except Exception as error:
         atexit.unregister(os._exit)
         with contextlib.suppress(OSError):
@@ -310,7 +358,8 @@ def _end_process(process: SpawnProcess, scratch: EngineScratch) -> None:
 
 @contextlib.contextmanager
 def inherited_environment() -> Iterator[os._Environ[str]]:
-    """Yield `os.environ` and restore it at the end: variables set inside are inherited by processes started inside."""
+    """Yield `os.environ` and restore it at the end: variables set inside are inherited by
+    processes started inside."""
     before = dict(os.environ)
     try:
         yield os.environ

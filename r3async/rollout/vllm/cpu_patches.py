@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 SMALL_MATRIX_ELEMENTS = 2**18
-"""Number of elements from which packed matrices are multiplied faster. An unpacked 1024 x 1024 matrix takes 1.2 times
-as long as a packed one with 64 rows, and 3 times as long with 4."""
+"""Number of elements from which packed matrices are multiplied faster. An unpacked 1024 x 1024
+matrix takes 1.2 times as long as a packed one with 64 rows, and 3 times as long with 4."""
 
 
 def repack_cpu_experts(model: torch.nn.Module) -> int:
-    """Convert reloaded expert weights to the packed layout of vLLM's CPU kernels and return the number of layers.
+    """Convert reloaded expert weights to the packed layout of vLLM's CPU kernels and return the
+    number of layers.
 
-    vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels would read
-    checkpoint layout as packed layout and give wrong outputs without an error. Returns 0 on other devices.
+    vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels
+    would read checkpoint layout as packed layout and give wrong outputs without an error. Returns 0
+    on other devices.
     """
     repacked = 0
     for module in model.modules():
@@ -30,7 +32,8 @@ def repack_cpu_experts(model: torch.nn.Module) -> int:
 
 
 def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that have only weights of an earlier module, such as an output layer tied to the embedding.
+    """Return the modules that have only weights of an earlier module, such as an output layer tied
+    to the embedding.
 
     A loader loads nothing into them.
     """
@@ -47,8 +50,8 @@ def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 def repack_cpu_tied_layers(model: torch.nn.Module) -> None:
     """Make tied layers compute with the current weights of the module that they are tied to.
 
-    vLLM packs the weights that it loads, and it loads nothing into these layers. Does nothing on other devices than
-    CPU.
+    vLLM packs the weights that it loads, and it loads nothing into these layers. Does nothing on
+    other devices than CPU.
     """
     from vllm.model_executor.layers import utils
 
@@ -65,12 +68,14 @@ def needs_cpu_repack(module: torch.nn.Module) -> bool:
 
 
 def is_unpacked_linear(module: torch.nn.Module) -> bool:
-    """Return True if a linear layer on CPU computes with its `weight` itself, and not with a packed copy."""
+    """Return True if a linear layer on CPU computes with its `weight` itself, and not
+    with a packed copy."""
     return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
 
 
 def patch_vllm_for_cpu() -> None:
-    """Apply all patches for a process that runs vLLM on CPU. Call it before a model is loaded. Idempotent."""
+    """Apply all patches for a process that runs vLLM on CPU. Call it before a model is
+    loaded. Idempotent."""
     patch_small_matrices()
     patch_rotary_embedding()
 
@@ -78,15 +83,17 @@ def patch_vllm_for_cpu() -> None:
 def patch_rotary_embedding() -> None:
     """Make vLLM in this process rotate all heads of a query that has a dimension for heads.
 
-    Its kernel for the CPU (0.30) infers the number of heads from the last dimension: for queries `[tokens, heads, D]`,
-    as latent attention passes them, it rotates only the first head, without an error. Only YaRN does not use that
-    kernel.
+    Its kernel for the CPU (0.30) infers the number of heads from the last dimension: for queries
+    `[tokens, heads, D]`, as latent attention passes them, it rotates only the first head, without
+    an error. Only YaRN does not use that kernel.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     kernel = RotaryEmbedding.forward_cpu
 
-    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+    def forward(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> Any:
         if query.dim() == 3:
             return self.forward_native(positions, query, key)
         return kernel(self, positions, query, key)
@@ -96,11 +103,12 @@ def patch_rotary_embedding() -> None:
 
 
 def patch_small_matrices() -> None:
-    """Keep vLLM in this process from packing small float32 matrices. Call it before a model is loaded. Idempotent.
+    """Keep vLLM in this process from packing small float32 matrices. Call it before a model is
+    loaded. Idempotent.
 
-    vLLM packs every matrix for oneDNN, which compiles a kernel for each number of rows that it meets, and evicts the
-    oldest. For a small matrix this takes longer than all products with it between two versions of the weights; so does
-    packing each version.
+    vLLM packs every matrix for oneDNN, which compiles a kernel for each number of rows that it
+    meets, and evicts the oldest. For a small matrix this takes longer than all products with it
+    between two versions of the weights; so does packing each version.
     """
     from vllm.model_executor.layers import utils
 
@@ -118,4 +126,8 @@ def patch_small_matrices() -> None:
 
 def _is_small_matrix(weight: torch.Tensor) -> bool:
     """Return True for a small float32 matrix; oneDNN multiplies other dtypes in either case."""
-    return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL_MATRIX_ELEMENTS)
+    return bool(
+        weight.dtype == torch.float32
+        and weight.ndim == 2
+        and weight.numel() < SMALL_MATRIX_ELEMENTS
+    )

@@ -42,12 +42,13 @@ SCORE_TIMEOUT = 120.0
 CHECKED_TOKENS = 16
 """Tokens of the prompt, and of the answer, whose routes are recorded twice."""
 MAX_REROUTED_SHARE = 0.5
-"""Share of (token, layer) whose experts a second pass may choose otherwise. Rounding changes 1 to 5 % in bfloat16; of rows
-that a graph did not write, nearly all differ."""
+"""Share of (token, layer) whose experts a second pass may choose otherwise. Rounding changes 1 to 5
+% in bfloat16; of rows that a graph did not write, nearly all differ."""
 
 
 class VllmEngine:
-    """One vLLM engine; see `Engine` for the contracts of its methods. All calls belong to one event loop.
+    """One vLLM engine; see `Engine` for the contracts of its methods. All calls belong
+    to one event loop.
 
     Nothing is loaded before `start`.
 
@@ -58,8 +59,9 @@ class VllmEngine:
         record_sampling_masks: True to record which tokens could be sampled.
         threads: CPU threads; matters on CPU only.
         kv_cache_gib: Size of the KV cache; matters on CPU only.
-        engine_args: Arguments that are passed to vLLM's `AsyncEngineArgs` as they are, overriding ours. Those that a
-            user wrote were checked when the configuration was read (`config.rollout`).
+        engine_args: Arguments that are passed to vLLM's `AsyncEngineArgs` as they are, overriding
+            ours. Those that a user wrote were checked when the configuration was read
+            (`config.rollout`).
     """
 
     def __init__(
@@ -86,11 +88,13 @@ class VllmEngine:
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=concurrency,
-            # Compiled graphs lose routes on CPU. On GPUs they return all of them, and decode in less time.
+            # Compiled graphs lose routes on CPU. On GPUs they return all of them, and
+            # decode in less time.
             enforce_eager=is_cpu_vllm(),
             enable_return_routed_experts=self.routing is not None,
             return_sampling_mask=record_sampling_masks,
-            # Log-probs after temperature and truncation: the distribution that was really sampled from.
+            # Log-probs after temperature and truncation: the distribution that was
+            # really sampled from.
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             skip_tokenizer_init=True,
@@ -123,11 +127,16 @@ class VllmEngine:
         return self._requests.running_core
 
     async def start(self) -> None:
-        """Load the model, which takes seconds to minutes. Raises `EngineError`. Cancelling ends the engine."""
+        """Load the model, which takes seconds to minutes. Raises `EngineError`. Cancelling
+        ends the engine."""
         try:
             # First, because its process imports vLLM meanwhile.
-            core = self._requests.core = EngineCoreClient(self._engine_args, self._threads, self._kv_cache_bytes)
-            self._parameter_names = await asyncio.to_thread(read_tensor_names, Path(self._engine_args["model"]))
+            core = self._requests.core = EngineCoreClient(
+                self._engine_args, self._threads, self._kv_cache_bytes
+            )
+            self._parameter_names = await asyncio.to_thread(
+                read_tensor_names, Path(self._engine_args["model"])
+            )
             await core.start()
             self._receive_task = create_stage_task("answers", self._requests.receive_outputs())
             async with asyncio.timeout(CALL_TIMEOUT):
@@ -139,9 +148,12 @@ class VllmEngine:
         except BaseException as error:
             await self._end_core()
             if isinstance(error, Exception):
-                raise EngineError(describe_start_failure(self._engine_args["model"], error)) from error
+                raise EngineError(
+                    describe_start_failure(self._engine_args["model"], error)
+                ) from error
             raise
-        # Imported objects stay alive: a garbage collection over all of them would block the event loop.
+        # Imported objects stay alive: a garbage collection over all of them would
+        # block the event loop.
         gc.freeze()
         self.process_ids = [p.pid for p in self._processes]
         self._requests.failure = None
@@ -150,13 +162,19 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
 
-        Only `request.stop_token_ids` and `request.stop_strings` end it early: the model's own end-of-sequence token is
-        not added. Cancelling aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the
-        request, or returns something that cannot be trained on. There is no timeout here: the caller knows how long an
+        Only `request.stop_token_ids` and `request.stop_strings` end it early: the model's
+        own end-of-sequence token is not added. Cancelling aborts the request in vLLM. Raises
+        `EngineError` if the engine has failed, refuses the request, or returns something
+        that cannot be trained on. There is no timeout here: the caller knows how long an
         answer may take.
         """
-        if request.stop_strings and not (Path(self._engine_args["model"]) / "tokenizer.json").is_file():
-            raise EngineError(f"{self._engine_args['model']} has no tokenizer.json, which stop strings need")
+        if (
+            request.stop_strings
+            and not (Path(self._engine_args["model"]) / "tokenizer.json").is_file()
+        ):
+            raise EngineError(
+                f"{self._engine_args['model']} has no tokenizer.json, which stop strings need"
+            )
         prompt_ids = request.prompt_ids.tolist()
         while True:
             await self._requests.wait_for_admission()
@@ -173,31 +191,38 @@ class VllmEngine:
                 stop_strings=request.stop_strings,
             )
             running = self._requests.create_request(request.request_id, self.version)
-            if await self._requests.run_request(running, prompt_ids, params, self._build_cache_salt()):
+            if await self._requests.run_request(
+                running, prompt_ids, params, self._build_cache_salt()
+            ):
                 return self._build_generation(request, running, first)
 
     async def abort_request(self, request_id: str) -> None:
-        """End the running requests of that id. Their `generate` returns the tokens sampled so far, possibly none."""
+        """End the running requests of that id. Their `generate` returns the tokens sampled so
+        far, possibly none."""
         await self._requests.abort_request(request_id)
 
     async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
         """Install published weights under the running requests; see `Engine.install_version`.
 
-        The order of events makes every token's version exact: verify (nothing is paused yet), wait for running requests
-        if they are drained, pause (no step runs any more), load, have every worker confirm, receive every output that
-        was produced before the pause, stamp all running requests with their token counts, resume. A request that has
-        not produced a token before the pause starts again, so its prompt is never half old and half new.
+        The order of events makes every token's version exact: verify (nothing is paused yet), wait
+        for running requests if they are drained, pause (no step runs any more), load, have every
+        worker confirm, receive every output that was produced before the pause, stamp all running
+        requests with their token counts, resume. A request that has not produced a token before the
+        pause starts again, so its prompt is never half old and half new.
 
-        Until the engine is paused, a failure leaves it unchanged on its old version: `CorruptWeightsError` then names
-        the tensor, or `EngineError` the number of requests that did not end in time. If anything fails later, or the
-        call is cancelled, the weights are in an unknown state: the engine stays paused, and every running and later
-        request raises `EngineLostError`.
+        Until the engine is paused, a failure leaves it unchanged on its old version:
+        `CorruptWeightsError` then names the tensor, or `EngineError` the number of requests that
+        did not end in time. If anything fails later, or the call is cancelled, the weights are in
+        an unknown state: the engine stays paused, and every running and later request raises
+        `EngineLostError`.
         """
         async with self._install_lock:
             if self._requests.failure is not None:
                 raise self._requests.failure
             if manifest.version < self.version:
-                raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
+                raise EngineError(
+                    f"version {manifest.version} is older than the installed version {self.version}"
+                )
             report = await self._install_newer(manifest, timeout)
             # With dummy weights, before the first version, routers would choose by rounding alone.
             if not self._counters["installs"] and not self._engine_args["enforce_eager"]:
@@ -207,8 +232,10 @@ class VllmEngine:
             return report
 
     async def _install_newer(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        requests, version = self._requests, manifest.version
-        started, deadline = time.perf_counter(), asyncio.get_running_loop().time() + timeout
+        requests = self._requests
+        version = manifest.version
+        started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + timeout
         # Verify the files while requests run: what is corrupt is not loaded.
         try:
             async with asyncio.timeout_at(deadline):
@@ -216,7 +243,9 @@ class VllmEngine:
         except WeightError as error:
             raise CorruptWeightsError(str(error)) from error
         except TimeoutError as error:
-            raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
+            raise EngineError(
+                f"verifying version {version} took longer than {timeout} s"
+            ) from error
         encoded = msgspec.msgpack.encode(manifest)
         verified = time.perf_counter()
         # From here on no request enters, and a drained engine waits until none runs.
@@ -226,20 +255,31 @@ class VllmEngine:
         drained = time.perf_counter()
         try:
             async with asyncio.timeout_at(deadline):
-                # To clear the cache vLLM drops the keys and values of running requests too. It raises if a block is
-                # left, and computes them again, with the weights that it has then, before these requests continue.
-                await self._core.pause_generation(mode="keep", clear_cache=self.on_update == "recompute")
+                # To clear the cache vLLM drops the keys and values of running requests too. It
+                # raises if a block is left, and computes them again, with the weights that it has
+                # then, before these requests continue.
+                await self._core.pause_generation(
+                    mode="keep", clear_cache=self.on_update == "recompute"
+                )
                 paused = time.perf_counter()  # until then the engine finished its current step
                 # Every worker loads the weights, and says what it holds.
-                _confirm_installed(await self._core.collective_rpc("r3_install_version", args=(encoded,)), manifest)
+                _confirm_installed(
+                    await self._core.collective_rpc("r3_install_version", args=(encoded,)), manifest
+                )
                 load = time.perf_counter() - paused
                 # New requests begin under this version, and running ones continue under it.
                 self.version = version
                 await requests.stamp_version(version)
                 await self._core.resume_generation()
         except BaseException as error:
-            what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
-            failure = EngineError(f"installing version {version} {what}; the engine must be restarted")
+            what = (
+                f"took longer than {timeout} s"
+                if isinstance(error, TimeoutError)
+                else f"failed: {error!r}"
+            )
+            failure = EngineError(
+                f"installing version {version} {what}; the engine must be restarted"
+            )
             await requests.fail_requests(EngineLostError(str(failure)))
             if isinstance(error, Exception):
                 raise failure from error
@@ -256,10 +296,12 @@ class VllmEngine:
         )
 
     async def _check_decoded_routes(self, version: int) -> None:
-        """Check that routes recorded while decoding are those of a second pass over the same tokens.
+        """Check that routes recorded while decoding are those of a second pass over
+        the same tokens.
 
-        An engine decodes in a CUDA graph and computes prompts outside of it. If the graph did not write routes, those
-        of another step would be returned, which look like any others. Raises `EngineError`, also in every later call.
+        An engine decodes in a CUDA graph and computes prompts outside of it. If the graph did not
+        write routes, those of another step would be returned, which look like any others. Raises
+        `EngineError`, also in every later call.
         """
         if self.routing is None:
             return
@@ -267,8 +309,11 @@ class VllmEngine:
         prompt = np.arange(1, length + 1, dtype=np.int32)
         answer = await self.generate(GenerationRequest("decoded", prompt, length))
         whole = np.concatenate([prompt, answer.token_ids])
-        again = await self._run_single_text("again", whole.tolist(), use_cache=False, prompt_logprobs=0)
-        first, second = answer.routed_experts, self._join_routes(again.routes)
+        again = await self._run_single_text(
+            "again", whole.tolist(), use_cache=False, prompt_logprobs=0
+        )
+        first = answer.routed_experts
+        second = self._join_routes(again.routes)
         if first is None or len(first) != len(whole) - 1 or len(second) != len(whole):
             problem = f"the engine did not record all routes of {len(whole)} tokens"
         else:
@@ -277,8 +322,8 @@ class VllmEngine:
             if share <= MAX_REROUTED_SHARE:
                 return
             problem = (
-                f"{share:.0%} of the routes that were recorded while decoding are not those of a second pass over the same "
-                f"tokens ({MAX_REROUTED_SHARE:.0%} may differ)"
+                f"{share:.0%} of the routes that were recorded while decoding are not those of a "
+                f"second pass over the same tokens ({MAX_REROUTED_SHARE:.0%} may differ)"
             )
         failure = EngineError(f"with version {version} of the weights {problem}; {LOST_ROUTES_FIX}")
         await self._requests.fail_requests(EngineLostError(str(failure)))
@@ -294,8 +339,9 @@ class VllmEngine:
             if not isinstance(error, TimeoutError):
                 raise
             raise EngineError(
-                f"version {version} waited {timeout} s (weights.install_timeout) for {running} running requests to end "
-                '(generator.on_update = "drain"); allow more time, or set generator.on_update="keep"'
+                f"version {version} waited {timeout} s (weights.install_timeout) for {running} "
+                'running requests to end (generator.on_update = "drain"); allow more time, or set '
+                'generator.on_update="keep"'
             ) from error
 
     async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
@@ -303,30 +349,39 @@ class VllmEngine:
 
         They are at temperature 1, without any prefix cache.
         """
-        running = await self._run_single_text("score", token_ids.tolist(), use_cache=False, prompt_logprobs=0)
+        running = await self._run_single_text(
+            "score", token_ids.tolist(), use_cache=False, prompt_logprobs=0
+        )
         if running.prompt_logprobs is None or len(running.prompt_logprobs) != len(token_ids) - 1:
             raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
         return running.prompt_logprobs
 
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
-        """Implement `Engine.count_stale_cached_tokens`, repeating the text until it fills blocks of the cache."""
+        """Implement `Engine.count_stale_cached_tokens`, repeating the text until it fills
+        blocks of the cache."""
         block = self._core.block_size
         ids = np.resize(
-            token_ids, min(max(len(token_ids), 2 * block + 1), self._engine_args["max_model_len"] - 1)
+            token_ids,
+            min(max(len(token_ids), 2 * block + 1), self._engine_args["max_model_len"] - 1),
         ).tolist()
         running = await self._run_single_text("cache", ids, use_cache=True)
-        known, self._cache_checked_version = self._cache_checked_version == self.version, self.version
+        known = self._cache_checked_version == self.version
+        self._cache_checked_version = self.version
         return 0 if known else running.cached_tokens
 
-    async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
+    async def find_weight_differences(
+        self, manifest: WeightManifest, timeout: float
+    ) -> list[TensorMismatch]:
         """Implement `Engine.find_weight_differences`.
 
-        If no tensor differs, the engine continues with the same weights, to the bit. Otherwise, and if the comparison
-        fails, it must be restarted. Raises `EngineError`.
+        If no tensor differs, the engine continues with the same weights, to the bit. Otherwise, and
+        if the comparison fails, it must be restarted. Raises `EngineError`.
         """
-        # Not `EngineLostError`, for which the engine's owner would restart it, and lose the answer of this call.
+        # Not `EngineLostError`, for which the engine's owner would restart it, and lose the
+        # answer of this call.
         ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
-        requests, version = self._requests, manifest.version
+        requests = self._requests
+        version = manifest.version
         async with self._install_lock:
             requests.pause_admission()
             try:
@@ -335,7 +390,11 @@ class VllmEngine:
                     answers = await self._core.collective_rpc(
                         "r3_find_weight_differences", args=(msgspec.msgpack.encode(manifest),)
                     )
-                    mismatches = [m for answer in answers for m in decode_msgpack(answer, list[TensorMismatch])]
+                    mismatches = [
+                        m
+                        for answer in answers
+                        for m in decode_msgpack(answer, list[TensorMismatch])
+                    ]
                     if not mismatches:
                         await self._core.resume_generation()
             except BaseException as error:
@@ -352,15 +411,18 @@ class VllmEngine:
             return list({m.tensor: m for m in mismatches}.values())
 
     async def record_activations(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
-        """Score a text as `score_tokens` does and write the model's activations at each stage to `path`.
+        """Score a text as `score_tokens` does and write the model's activations at each
+        stage to `path`.
 
-        The text must be alone in the engine. The file is safetensors (`activations.ActivationRecorder`). Returns the
-        log-probs and the dtype in which the model computes. Raises `EngineError`, also for an engine with CUDA graphs,
-        in which stages cannot be recorded: it must be eager.
+        The text must be alone in the engine. The file is safetensors
+        (`activations.ActivationRecorder`). Returns the log-probs and the dtype in which the model
+        computes. Raises `EngineError`, also for an engine with CUDA graphs, in which stages cannot
+        be recorded: it must be eager.
         """
         if not self._engine_args["enforce_eager"]:
             raise EngineError(
-                "stages of a model in CUDA graphs cannot be seen: set generator.engine_args.enforce_eager=true"
+                "stages of a model in CUDA graphs cannot be seen: set "
+                "generator.engine_args.enforce_eager=true"
             )
         async with self._install_lock:
             await self._core.collective_rpc("r3_record_activations")
@@ -372,24 +434,29 @@ class VllmEngine:
     async def parse_tool_calls(
         self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, str, str]]]:
-        """Parse an answer with vLLM's parser of that name into its content and its calls as `id, name, arguments`.
+        """Parse an answer with vLLM's parser of that name into its content and its calls as
+        `id, name, arguments`.
 
-        Raises `EngineError` for an unknown parser, and for one that does not fit the model's tokenizer.
+        Raises `EngineError` for an unknown parser, and for one that does not fit the
+        model's tokenizer.
         """
         async with asyncio.timeout(CALL_TIMEOUT):
             content, calls = await self._core.parse_tool_calls(parser, text, tools)
         return content, [tuple(call) for call in calls]
 
     def collect_stats(self) -> dict[str, float]:
-        """Return counters since `start`, the number of requests in vLLM now, and its load (`EngineLoad`)."""
-        requests, core = self._requests, self._requests.core
+        """Return counters since `start`, the number of requests in vLLM now, and its
+        load (`EngineLoad`)."""
+        requests = self._requests
+        core = self._requests.core
         aborted = self._counters["aborted"] + requests.aborted_count
         now = {"aborted": aborted, "restarted": requests.restarted_count, "running": len(requests)}
         load = core.load.as_metrics() if core is not None else {}
         return {**self._counters, **now, **load, "pause_seconds": self._pause_seconds}
 
     async def stop(self) -> None:
-        """Fail running requests, shut vLLM down and make sure that its processes have ended. Idempotent."""
+        """Fail running requests, shut vLLM down and make sure that its processes have
+        ended. Idempotent."""
         if self._requests.core is None:
             return
         await self._requests.fail_requests(EngineError("the engine was stopped"))
@@ -399,11 +466,13 @@ class VllmEngine:
 
     async def _end_core(self) -> None:
         """End the core's process, if there is one."""
-        core, self._requests.core = self._requests.core, None
+        core = self._requests.core
+        self._requests.core = None
         if core is None:
             return
         if self._receive_task is not None:
-            self._receive_task.cancel()  # or it would report the end of the engine's process as a failure
+            # Or it would report the end of the engine's process as a failure.
+            self._receive_task.cancel()
         core.close()
         await asyncio.to_thread(core.end_process)
 
@@ -414,7 +483,9 @@ class VllmEngine:
         """
         return f"version {self.version}"
 
-    async def _run_single_text(self, name: str, ids: list[int], *, use_cache: bool, **params: Any) -> RunningRequest:
+    async def _run_single_text(
+        self, name: str, ids: list[int], *, use_cache: bool, **params: Any
+    ) -> RunningRequest:
         """Run a text through vLLM, all under one version, and sample one token after it."""
         try:
             async with asyncio.timeout(SCORE_TIMEOUT):
@@ -422,18 +493,28 @@ class VllmEngine:
                     await self._requests.wait_for_admission()
                     running = self._requests.create_request(name, self.version)
                     salt = self._build_cache_salt() if use_cache else None
-                    if await self._requests.run_request(running, ids, build_sampling_params(1, 0.0, **params), salt):
+                    if await self._requests.run_request(
+                        running, ids, build_sampling_params(1, 0.0, **params), salt
+                    ):
                         return running
         except TimeoutError as error:
-            raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
+            raise EngineError(
+                f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text"
+            ) from error
 
-    def _build_generation(self, request: GenerationRequest, running: RunningRequest, first: int) -> Generation:
+    def _build_generation(
+        self, request: GenerationRequest, running: RunningRequest, first: int
+    ) -> Generation:
         tokens = np.asarray(running.tokens, np.int32)
         logprobs = np.concatenate(running.logprobs) if running.logprobs else np.empty(0, np.float32)
         if len(logprobs) != len(tokens):
-            raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(logprobs)} log-probs")
+            raise EngineError(
+                f"request {request.request_id}: {len(tokens)} tokens but {len(logprobs)} log-probs"
+            )
         if running.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"request {request.request_id}: vLLM ended it with {running.finish_reason!r}")
+            raise EngineError(
+                f"request {request.request_id}: vLLM ended it with {running.finish_reason!r}"
+            )
         self._counters["generated_tokens"] += len(tokens)
         self._counters["aborted" if running.finish_reason == "abort" else "finished"] += 1
         return Generation(
@@ -443,52 +524,73 @@ class VllmEngine:
             routed_experts=self._build_routes(request, running, first),
             routes_from=first,
             stop_reason=running.finish_reason,
-            supports=self._build_supports(request, running, tokens) if request.needs_sampling_mask else None,
+            supports=self._build_supports(request, running, tokens)
+            if request.needs_sampling_mask
+            else None,
         )
 
-    def _build_supports(self, request: GenerationRequest, running: RunningRequest, tokens: np.ndarray) -> SupportSets:
+    def _build_supports(
+        self, request: GenerationRequest, running: RunningRequest, tokens: np.ndarray
+    ) -> SupportSets:
         supports = SupportSets.concat(running.supports)
         if len(supports) != len(tokens) or not supports.recorded_mask.all():
-            raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(supports)} supports")
-        if not (inside := supports.contains_ids(tokens)).all():
+            raise EngineError(
+                f"request {request.request_id}: {len(tokens)} tokens but {len(supports)} supports"
+            )
+        inside = supports.contains_ids(tokens)
+        if not inside.all():
             at = int(inside.argmin())
-            raise EngineError(f"request {request.request_id}: token {tokens[at]} at {at} is not in its own support")
+            raise EngineError(
+                f"request {request.request_id}: token {tokens[at]} at {at} is not "
+                "in its own support"
+            )
         return supports
 
-    def _build_routes(self, request: GenerationRequest, running: RunningRequest, first: int) -> np.ndarray | None:
-        """Return the routes of the MoE layers from position `first`; None for an engine without routes.
+    def _build_routes(
+        self, request: GenerationRequest, running: RunningRequest, first: int
+    ) -> np.ndarray | None:
+        """Return the routes of the MoE layers from position `first`; None for an
+        engine without routes.
 
-        They have length 0 if vLLM returned none, or not as many as it must have fed. For a position that the prefix
-        cache served, vLLM returns the row of the call that computed its keys and values. That call had the same salt,
-        hence the same weights.
+        They have length 0 if vLLM returned none, or not as many as it must have fed. For a position
+        that the prefix cache served, vLLM returns the row of the call that computed its keys and
+        values. That call had the same salt, hence the same weights.
         """
         shape = self.routing
         if shape is None:
             return None
-        sampled, returned = len(running.tokens), sum(map(len, running.routes))
+        sampled = len(running.tokens)
+        returned = sum(map(len, running.routes))
         expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
         if returned > expected or (returned < expected and running.finish_reason != "abort"):
-            returned = 0  # It is unknown which rows are missing: better none than one at a wrong position.
+            # It is unknown which rows are missing: better none than one at a wrong position.
+            returned = 0
         self._counters["unrecorded_rows"] += expected - returned
         rows = self._join_routes(running.routes if returned else [])
         try:
-            check_expert_ids(rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+            check_expert_ids(
+                rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts
+            )
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         return rows
 
     def _join_routes(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the rows of the MoE layers of what vLLM returned in pieces, `[n, layers, top_k]`."""
+        """Return the rows of the MoE layers of what vLLM returned in pieces,
+        `[n, layers, top_k]`."""
         assert self.routing is not None
         if not pieces:
-            return np.empty((0, self.routing.layers, self.routing.top_k), route_dtype(self.routing.num_experts))
+            return np.empty(
+                (0, self.routing.layers, self.routing.top_k), route_dtype(self.routing.num_experts)
+            )
         rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return rows if len(self._moe_layers) == rows.shape[1] else rows[:, self._moe_layers]
 
 
 def describe_start_failure(model: str, error: Exception) -> str:
-    """Return what prevented vLLM from starting. If it is a package that does not fit its torch, `doctor` is named, which
-    knows what to do about it: plain pip installs such packages with vLLM's CPU build."""
+    """Return what prevented vLLM from starting. If it is a package that does not fit its torch,
+    `doctor` is named, which knows what to do about it: plain pip installs such packages with
+    vLLM's CPU build."""
     unfit = any(package in str(error) for package in UNWANTED_PACKAGES)
     hint = "; `r3async doctor` names what to uninstall" if unfit else ""
     return f"vLLM could not start with {model}: {error}{hint}"
@@ -503,7 +605,8 @@ def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:
 
 
 def read_tensor_names(directory: Path) -> frozenset[str]:
-    """Return the tensor names of a safetensors checkpoint, also of one without weights (`TENSOR_NAMES_FILE`)."""
+    """Return the tensor names of a safetensors checkpoint, also of one without weights
+    (`TENSOR_NAMES_FILE`)."""
     from safetensors import safe_open
 
     names: set[str] = set()
@@ -516,18 +619,23 @@ def read_tensor_names(directory: Path) -> frozenset[str]:
 
 
 def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) -> None:
-    if missing := sorted(set(tensor_names) - set(manifest.tensors)):
+    missing = sorted(set(tensor_names) - set(manifest.tensors))
+    if missing:
         raise WeightError(
-            f"weights version {manifest.version}: tensor {missing[0]!r} is missing ({len(missing)} in all)"
+            f"weights version {manifest.version}: tensor {missing[0]!r} is missing "
+            f"({len(missing)} in all)"
         )
     if manifest.source is None:
         verify_version_file(manifest)
 
 
 def _confirm_installed(answers: Sequence[Sequence[int]], manifest: WeightManifest) -> None:
-    """Raise `EngineError` unless every worker reports that it holds this version with these contents."""
+    """Raise `EngineError` unless every worker reports that it holds this version
+    with these contents."""
     digest = manifest.digest
     for worker, holds in enumerate(answers):
         if tuple(holds) != (manifest.version, digest):
             version = holds[0]
-            raise EngineError(f"worker {worker} holds version {version} and not version {manifest.version}")
+            raise EngineError(
+                f"worker {worker} holds version {version} and not version {manifest.version}"
+            )

@@ -1,9 +1,11 @@
-"""Installing weights by a plan: the bytes of a published file that go to each of an engine's parameters.
+"""Installing weights by a plan: the bytes of a published file that go to each of an
+engine's parameters.
 
-vLLM's loader looks up the place of each tensor by its name, and does so twice: a fraction of a millisecond per
-tensor, and an expert has three. Files with equal headers all load in the same way. So the loader is recorded once,
-and its copies are repeated for every later version; tensors that lie side by side, or at equal distances, are copied
-at once. vLLM processes a module that has been filled (padding, packing, handing weights to a kernel) as usual.
+vLLM's loader looks up the place of each tensor by its name, and does so twice: a fraction of a
+millisecond per tensor, and an expert has three. Files with equal headers all load in the same way.
+So the loader is recorded once, and its copies are repeated for every later version; tensors that
+lie side by side, or at equal distances, are copied at once. vLLM processes a module that has been
+filled (padding, packing, handing weights to a kernel) as usual.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class TensorCopy:
         dtype: Dtype of the elements in the file.
         byte_offset: Offset in the data, in bytes.
         element_offset: Offset in the parameter, in elements.
-        dimensions: Size of each dimension, and its strides in the file and in the parameter, in elements.
+        dimensions: Size of each dimension, and its strides in the file and in the
+            parameter, in elements.
     """
 
     parameter: str
@@ -60,7 +63,9 @@ class TensorCopy:
         return self._view_strided(parameter, 2, parameter.storage_offset() + self.element_offset)
 
     def _view_strided(self, tensor: torch.Tensor, stride_index: int, offset: int) -> torch.Tensor:
-        return tensor.as_strided([s[0] for s in self.dimensions], [s[stride_index] for s in self.dimensions], offset)
+        return tensor.as_strided(
+            [s[0] for s in self.dimensions], [s[stride_index] for s in self.dimensions], offset
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,9 @@ class TensorFill:
     value: float
 
     def fill_parameter(self, parameter: torch.Tensor) -> None:
-        parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset).fill_(self.value)
+        parameter.as_strided(
+            self.size, self.stride, parameter.storage_offset() + self.offset
+        ).fill_(self.value)
 
 
 @dataclass
@@ -91,7 +98,8 @@ class ModuleLoad:
         poison: bool,
         copy_tensors: CopyTensors,
     ) -> None:
-        """Fill the module's parameters. `poison` overwrites all bytes first, to show later whether each was filled."""
+        """Fill the module's parameters. `poison` overwrites all bytes first, to show later whether
+        each was filled."""
         fill_modules([(module, self)], data, poison, copy_tensors)
 
 
@@ -101,8 +109,10 @@ def fill_modules(
     poison: bool,
     copy_tensors: CopyTensors,
 ) -> None:
-    """Fill several modules as `ModuleLoad.fill_module` does, with one call of `copy_tensors` for all copies."""
-    targets, sources = [], []
+    """Fill several modules as `ModuleLoad.fill_module` does, with one call of
+    `copy_tensors` for all copies."""
+    targets = []
+    sources = []
     for module, filling in module_loads:
         held = module._parameters
         if poison:
@@ -119,12 +129,15 @@ def fill_modules(
 
 @contextlib.contextmanager
 def open_copier(device: torch.device) -> Iterator[CopyTensors]:
-    """Open what copies a file's tensors to parameters on `device`: a `PinnedUploader` if that is a GPU."""
+    """Open what copies a file's tensors to parameters on `device`: a `PinnedUploader`
+    if that is a GPU."""
     if device.type != "cuda":
         yield torch._foreach_copy_
         return
     buffers = [
-        PinnedBuffer(torch.empty(_UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        PinnedBuffer(
+            torch.empty(_UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+        )
         for _ in range(2)
     ]
     with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
@@ -141,25 +154,34 @@ class PinnedBuffer(NamedTuple):
 class PinnedUploader:
     """An upload of tensors in pageable host memory, such as a mapped file, to tensors on a GPU.
 
-    A plain copy makes the host wait, is as fast as one core, and packs what is strided in memory of its whole size. Here
-    the threads of `pool` pack pieces, of at most `piece_bytes`, into one of `buffers` while the others are uploaded. So
-    a strided target needs no more than `piece_bytes` of the GPU's memory besides its own.
+    A plain copy makes the host wait, is as fast as one core, and packs what is strided in memory of
+    its whole size. Here the threads of `pool` pack pieces, of at most `piece_bytes`, into one of
+    `buffers` while the others are uploaded. So a strided target needs no more than `piece_bytes` of
+    the GPU's memory besides its own.
     """
 
     def __init__(self, pool: Executor, buffers: Iterable[PinnedBuffer], piece_bytes: int):
-        self._pool, self._buffers, self._piece_bytes = pool, itertools.cycle(buffers), piece_bytes
+        self._pool = pool
+        self._buffers = itertools.cycle(buffers)
+        self._piece_bytes = piece_bytes
 
     def copy_tensors(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy each source to its target, in the order of the current stream. The sources may change afterwards."""
+        """Copy each source to its target, in the order of the current stream. The sources may
+        change afterwards."""
         pairs = zip(targets, sources, strict=True)
-        pieces = collections.deque(piece for pair in pairs for piece in split_copy(*pair, self._piece_bytes))
+        pieces = collections.deque(
+            piece for pair in pairs for piece in split_copy(*pair, self._piece_bytes)
+        )
         while pieces:
             memory, uploaded = next(self._buffers)
             uploaded.synchronize()  # the host may not write what is still read
-            packing, offset = [], 0
+            packing = []
+            offset = 0
             while pieces and offset + pieces[0][0].nbytes <= len(memory):
                 target, source = pieces.popleft()
-                packed = memory[offset : offset + target.nbytes].view(target.dtype).view(target.shape)
+                packed = (
+                    memory[offset : offset + target.nbytes].view(target.dtype).view(target.shape)
+                )
                 packing.append((target, packed, self._pool.submit(packed.copy_, source)))
                 offset += -(-target.nbytes // _ALIGNMENT) * _ALIGNMENT
             for target, packed, done in packing:
@@ -171,7 +193,8 @@ class PinnedUploader:
 def split_copy(
     target: torch.Tensor, source: torch.Tensor, piece_bytes: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Divide a copy of `source`, of any strides, to `target`, of the same shape, into copies of at most `piece_bytes`."""
+    """Divide a copy of `source`, of any strides, to `target`, of the same shape, into copies of at
+    most `piece_bytes`."""
     if target.nbytes <= piece_bytes:
         yield target, source
         return
@@ -207,7 +230,8 @@ def _collapse_dimensions(copy: TensorCopy) -> TensorCopy:
 
 
 def _join_adjacent(copies: list[TensorCopy]) -> Iterator[TensorCopy]:
-    """Yield the copies, joining those that follow each other without a gap in both file and parameter."""
+    """Yield the copies, joining those that follow each other without a gap in both
+    file and parameter."""
     open_: TensorCopy | None = None
     for copy in copies:
         if open_ is not None:
@@ -232,14 +256,21 @@ def _join_equidistant(copies: list[TensorCopy]) -> Iterator[TensorCopy]:
     """Yield the copies, joining those of one shape at equal distances."""
     at = 0
     while at < len(copies):
-        first, stop = copies[at], at + 1
+        first = copies[at]
+        stop = at + 1
         gap = _measure_gap(first, copies[stop]) if stop < len(copies) else None
-        while gap is not None and stop < len(copies) and _measure_gap(copies[stop - 1], copies[stop]) == gap:
+        while (
+            gap is not None
+            and stop < len(copies)
+            and _measure_gap(copies[stop - 1], copies[stop]) == gap
+        ):
             stop += 1
         if gap is None:
             yield first
         else:
-            yield _collapse_dimensions(replace(first, dimensions=((stop - at, *gap), *first.dimensions)))
+            yield _collapse_dimensions(
+                replace(first, dimensions=((stop - at, *gap), *first.dimensions))
+            )
         at = stop
 
 
@@ -248,7 +279,11 @@ def _measure_gap(one: TensorCopy, other: TensorCopy) -> tuple[int, int] | None:
 
     Returns None if `other` cannot be the next copy of a series at equal distances.
     """
-    if (one.parameter, one.dtype, one.dimensions) != (other.parameter, other.dtype, other.dimensions):
+    if (one.parameter, one.dtype, one.dimensions) != (
+        other.parameter,
+        other.dtype,
+        other.dimensions,
+    ):
         return None
     near, rest = divmod(other.byte_offset - one.byte_offset, one.dtype.itemsize)
     far = other.element_offset - one.element_offset
@@ -258,19 +293,25 @@ def _measure_gap(one: TensorCopy, other: TensorCopy) -> tuple[int, int] | None:
 class LoadRecorder(TorchDispatchMode):
     """A recorder of a load, which is active while entered.
 
-    It records what the load copies from a file's `data` (uint8 `[n]`) to the modules that vLLM fills.
+    It records what the load copies from a file's `data` (uint8 `[n]`) to the modules
+    that vLLM fills.
     """
 
     def __init__(self, data: torch.Tensor):
         super().__init__()
-        self._storage, self._data_offset = data.untyped_storage().data_ptr(), data.storage_offset()
-        self._module_load, self._parameters_by_storage = ModuleLoad(), dict[int, tuple[str, torch.Tensor]]()
+        self._storage = data.untyped_storage().data_ptr()
+        self._data_offset = data.storage_offset()
+        self._module_load = ModuleLoad()
+        self._parameters_by_storage = dict[int, tuple[str, torch.Tensor]]()
         self.module_loads: dict[torch.nn.Module, ModuleLoad] = {}
         """Recorded load of each module, in the order in which vLLM filled them."""
 
     def is_repeatable(self, model: torch.nn.Module) -> bool:
-        """Return True if a module of `model` was filled, and none that vLLM fills in another way."""
-        return bool(self.module_loads) and self.module_loads.keys().isdisjoint(_find_deferred_attention(model))
+        """Return True if a module of `model` was filled, and none that vLLM
+        fills in another way."""
+        return bool(self.module_loads) and self.module_loads.keys().isdisjoint(
+            _find_deferred_attention(model)
+        )
 
     def __enter__(self) -> LoadRecorder:
         self._hook = contextlib.ExitStack()
@@ -285,27 +326,45 @@ class LoadRecorder(TorchDispatchMode):
     def _begin_module(self, module: torch.nn.Module) -> None:
         self._module_load = self.module_loads[module] = ModuleLoad()
         held = {name: p for name, p in module._parameters.items() if p is not None and p.numel()}
-        self._parameters_by_storage = {p.untyped_storage().data_ptr(): (name, p.data) for name, p in held.items()}
+        self._parameters_by_storage = {
+            p.untyped_storage().data_ptr(): (name, p.data) for name, p in held.items()
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WRITE_OPS and (known := self._parameters_by_storage.get(args[0].untyped_storage().data_ptr())):
-            name, parameter = known
-            to, value = args[0], args[1] if len(args) > 1 else 0
-            offset = to.storage_offset() - parameter.storage_offset()
-            if not isinstance(value, torch.Tensor):
-                self._module_load.fills.append(TensorFill(name, offset, tuple(to.shape), to.stride(), value))
-            elif value.untyped_storage().data_ptr() == self._storage and value.shape == to.shape and to.numel():
-                start = value.storage_offset() * value.itemsize - self._data_offset
-                steps = tuple(zip(to.shape, value.stride(), to.stride(), strict=True))
-                self._module_load.copies.append(TensorCopy(name, value.dtype, start, offset, steps))
+        if func in _WRITE_OPS:
+            known = self._parameters_by_storage.get(args[0].untyped_storage().data_ptr())
+            if known:
+                name, parameter = known
+                to = args[0]
+                value = args[1] if len(args) > 1 else 0
+                offset = to.storage_offset() - parameter.storage_offset()
+                if not isinstance(value, torch.Tensor):
+                    self._module_load.fills.append(
+                        TensorFill(name, offset, tuple(to.shape), to.stride(), value)
+                    )
+                elif (
+                    value.untyped_storage().data_ptr() == self._storage
+                    and value.shape == to.shape
+                    and to.numel()
+                ):
+                    start = value.storage_offset() * value.itemsize - self._data_offset
+                    steps = tuple(zip(to.shape, value.stride(), to.stride(), strict=True))
+                    self._module_load.copies.append(
+                        TensorCopy(name, value.dtype, start, offset, steps)
+                    )
         return func(*args, **(kwargs or {}))
 
 
-_WRITE_OPS = {torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+_WRITE_OPS = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.zero_.default,
+}
 
 
 def _find_deferred_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the attention modules that vLLM finishes after all others; they load nothing but scales."""
+    """Return the attention modules that vLLM finishes after all others; they load
+    nothing but scales."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return [module for module in model.modules() if is_deferred_attention_layer(module)]
@@ -313,7 +372,8 @@ def _find_deferred_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def on_materialize(callback: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Call `callback`, inside the block, with each module that vLLM has allocated and is about to fill."""
+    """Call `callback`, inside the block, with each module that vLLM has allocated and
+    is about to fill."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     make = layerwise.materialize_layer
@@ -330,12 +390,18 @@ def on_materialize(callback: Callable[[torch.nn.Module], None]) -> Iterator[None
 
 
 class LoadPlan:
-    """A plan that loads any file with `header` by repeating a recorded load. `dtype` is the dtype of `model`."""
+    """A plan that loads any file with `header` by repeating a recorded load. `dtype` is the
+    dtype of `model`."""
 
     def __init__(
-        self, model: torch.nn.Module, dtype: torch.dtype, header: bytes, module_loads: dict[torch.nn.Module, ModuleLoad]
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        header: bytes,
+        module_loads: dict[torch.nn.Module, ModuleLoad],
     ):
-        self._header, self._dtype = header, dtype
+        self._header = header
+        self._dtype = dtype
         self._device = next(model.parameters()).device
         self._deferred_attention = _find_deferred_attention(model)
         self._unprocessed_loads: list[tuple[torch.nn.Module, ModuleLoad]] = []
@@ -349,7 +415,9 @@ class LoadPlan:
     @property
     def copy_count(self) -> int:
         """The number of copies per installation."""
-        return sum(len(filling.copies) for _, filling in (*self._unprocessed_loads, *self._processed_loads))
+        return sum(
+            len(filling.copies) for _, filling in (*self._unprocessed_loads, *self._processed_loads)
+        )
 
     def can_load(self, content: torch.Tensor) -> bool:
         """Return True if a file's bytes, uint8 `[n]`, begin with the header."""
@@ -363,7 +431,9 @@ class LoadPlan:
         with torch.no_grad(), open_copier(self._device) as copy_tensors:
             fill_modules(self._unprocessed_loads, data, poison, copy_tensors)
             worked = dict(self._processed_loads)
-            with on_materialize(lambda module: worked[module].fill_module(module, data, poison, copy_tensors)):
+            with on_materialize(
+                lambda module: worked[module].fill_module(module, data, poison, copy_tensors)
+            ):
                 for module in worked:
                     info = layerwise.get_layerwise_info(module)
                     info.kernel_tensors = utils.get_layer_params_buffers(module)
@@ -375,8 +445,11 @@ class LoadPlan:
 
 
 def _is_unprocessed(module: torch.nn.Module) -> bool:
-    """Return True if vLLM does not process the module after loading. `repack_cpu_experts` packs experts on CPU."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    """Return True if vLLM does not process the module after loading. `repack_cpu_experts`
+    packs experts on CPU."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -398,6 +471,7 @@ def _has_loaded_layout(module: torch.nn.Module) -> bool:
     loaded, _ = get_layerwise_info(module).restore_metadata
     held = {name: p for name, p in module._parameters.items() if p is not None}
     return loaded.keys() == held.keys() and all(
-        (loaded[name].shape, loaded[name].stride(), loaded[name].dtype) == (p.shape, p.stride(), p.dtype)
+        (loaded[name].shape, loaded[name].stride(), loaded[name].dtype)
+        == (p.shape, p.stride(), p.dtype)
         for name, p in held.items()
     )

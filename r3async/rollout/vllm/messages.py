@@ -1,4 +1,5 @@
-"""Messages to and from vLLM's engine core, declared without vLLM, whose import takes nine seconds and half a gigabyte.
+"""Messages to and from vLLM's engine core, declared without vLLM, whose import takes nine seconds
+and half a gigabyte.
 
 The classes here have the fields of vLLM's classes, in their order, as far as they are used.
 `vllm.core.check_vllm_interface` compares them when the core starts.
@@ -15,7 +16,9 @@ import numpy as np
 
 from r3async.rollout.engine import EngineError
 
-ADD_MESSAGE, ABORT_MESSAGE, CALL_MESSAGE = b"\x00", b"\x01", b"\x03"
+ADD_MESSAGE = b"\x00"
+ABORT_MESSAGE = b"\x01"
+CALL_MESSAGE = b"\x03"
 """Kinds of messages to the core."""
 CORE_DEAD_MESSAGE = b"ENGINE_CORE_DEAD"
 """The core's last message when it fails."""
@@ -63,8 +66,8 @@ class CoreEvent(msgspec.Struct, gc=False):
 
 
 STOP_STRINGS_KEY = "r3async_stop"
-"""Key of the stop strings in a request's `extra_args`. vLLM's own stop strings need text, which the core does not
-have."""
+"""Key of the stop strings in a request's `extra_args`. vLLM's own stop strings need text, which the
+core does not have."""
 
 PREEMPTED_EVENT = 3
 """Event type of a preemption."""
@@ -166,14 +169,20 @@ class EngineLoad:
         self.waiting = self.preemptions = 0
 
     def update_from(self, outputs: CoreOutputs) -> None:
-        if (stats := outputs.scheduler_stats) is not None:
-            self.kv_cache_usage, self.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self.kv_cache_usage = float(stats.kv_cache_usage)
+            self.waiting = int(stats.num_waiting_reqs)
         for output in outputs.outputs:
             if output.events:
                 self.preemptions += sum(event.type == PREEMPTED_EVENT for event in output.events)
 
     def as_metrics(self) -> dict[str, float]:
-        return {"kv_cache_usage": self.kv_cache_usage, "waiting": self.waiting, "preemptions": self.preemptions}
+        return {
+            "kv_cache_usage": self.kv_cache_usage,
+            "waiting": self.waiting,
+            "preemptions": self.preemptions,
+        }
 
 
 class CoreOutputDecoder:
@@ -181,7 +190,9 @@ class CoreOutputDecoder:
 
     def __init__(self) -> None:
         self._frames: list[Any] = []
-        self._decoder = msgspec.msgpack.Decoder(CoreOutputs, dec_hook=self._decode_array, ext_hook=_decode_raw_view)
+        self._decoder = msgspec.msgpack.Decoder(
+            CoreOutputs, dec_hook=self._decode_array, ext_hook=_decode_raw_view
+        )
 
     def decode(self, frames: list[Any]) -> CoreOutputs:
         """Decode a message. The first frame has the message, each further one an array."""
@@ -193,7 +204,9 @@ class CoreOutputDecoder:
 
     def _decode_array(self, kind: type, encoded: Any) -> np.ndarray:
         dtype, shape, data = encoded
-        return np.frombuffer(self._frames[data] if isinstance(data, int) else data, dtype).reshape(shape)
+        return np.frombuffer(self._frames[data] if isinstance(data, int) else data, dtype).reshape(
+            shape
+        )
 
 
 def _decode_raw_view(code: int, data: memoryview) -> memoryview:
@@ -222,7 +235,9 @@ def build_sampling_params(
     if not (math.isfinite(temperature) and 0.0 <= temperature <= MAX_TEMPERATURE):
         raise EngineError(f"temperature must be in [0, {MAX_TEMPERATURE:g}], and is {temperature}")
     if not (0.0 < top_p <= 1.0 and top_k >= 0 and 0.0 <= min_p <= 1.0):
-        raise EngineError(f"top_p = {top_p}, top_k = {top_k} and min_p = {min_p} have no meaning together")
+        raise EngineError(
+            f"top_p = {top_p}, top_k = {top_k} and min_p = {min_p} have no meaning together"
+        )
     return CoreSamplingParams(
         temperature,
         list(stop_token_ids),

@@ -1,4 +1,5 @@
-"""Every inner name of vLLM that is used here, by the feature that needs it, and the check that the installed one has it.
+"""Every inner name of vLLM that is used here, by the feature that needs it, and the check that the
+installed one has it.
 
 vLLM promises none of them. This file imports nothing of vLLM before the check.
 """
@@ -19,7 +20,9 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
     "the engine core's process": {
         "vllm.engine.arg_utils:AsyncEngineArgs": "create_engine_config",
         "vllm.v1.executor:Executor": "get_class",
-        "vllm.v1.engine.core:EngineCoreProc": "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
+        "vllm.v1.engine.core:EngineCoreProc": (
+            "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD"
+        ),
         "vllm.v1.engine:EngineCoreReadyResponse": "max_model_len block_size",
         "vllm.v1.engine:EngineCoreRequestType": "ADD ABORT UTILITY",
         "vllm.v1.engine:EngineCoreRequest": "",
@@ -27,19 +30,29 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.engine:UtilityOutput": "call_id failure_message result",
         "vllm.v1.engine": "FINISH_REASON_STRINGS",
         "vllm.v1.serial_utils": "CUSTOM_TYPE_RAW_VIEW",
-        "vllm.sampling_params:SamplingParams": "temperature stop_token_ids logprobs prompt_logprobs max_tokens detokenize "
-        "ignore_eos top_p top_k min_p extra_args",
-        "vllm.config:VllmConfig": "use_v2_model_runner additional_config scheduler_config model_config",
+        "vllm.sampling_params:SamplingParams": (
+            "temperature stop_token_ids logprobs prompt_logprobs max_tokens detokenize ignore_eos "
+            "top_p top_k min_p extra_args"
+        ),
+        "vllm.config:VllmConfig": (
+            "use_v2_model_runner additional_config scheduler_config model_config"
+        ),
         "vllm.config:SchedulerConfig": "scheduler_cls async_scheduling",
-        "vllm.v1.worker.worker_base:WorkerBase": ".model_runner .vllm_config .model_config .device .rank",
+        "vllm.v1.worker.worker_base:WorkerBase": (
+            ".model_runner .vllm_config .model_config .device .rank"
+        ),
     },
     "answers that leave the engine whole": {
-        "vllm.v1.core.sched.scheduler:Scheduler": "update_from_output _update_request_with_output finish_requests "
-        "set_pause_state pause_state has_requests make_stats .running .waiting .return_sampling_mask",
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "update_from_output _update_request_with_output finish_requests set_pause_state "
+            "pause_state has_requests make_stats .running .waiting .return_sampling_mask"
+        ),
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
         "vllm.v1.core.sched.interface:PauseState": "PAUSED_ALL",
         "vllm.v1.request:RequestStatus": "FINISHED_ABORTED FINISHED_STOPPED FINISHED_LENGTH_CAPPED",
-        "vllm.v1.request:Request": "get_finished_reason .sampling_params .request_id .status .stop_reason",
+        "vllm.v1.request:Request": (
+            "get_finished_reason .sampling_params .request_id .status .stop_reason"
+        ),
         "vllm.v1.engine:EngineCoreOutput": "new_token_ids new_logprobs new_prompt_logprobs_tensors finish_reason stop_reason "
         "events prefill_stats new_sampling_mask",
         "vllm.v1.engine:EngineCoreEventType": "PREEMPTED",
@@ -63,11 +76,14 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "get_model reload_weights",
         "vllm.config": "set_current_vllm_config",
         "vllm.model_executor.layers.attention": "is_deferred_attention_layer",
-        "vllm.model_executor.model_loader.reload.layerwise": "get_layerwise_info materialize_layer _layerwise_process",
+        "vllm.model_executor.model_loader.reload.layerwise": (
+            "get_layerwise_info materialize_layer _layerwise_process"
+        ),
         "vllm.model_executor.model_loader.reload.meta": "restore_layer_on_meta",
         "vllm.model_executor.model_loader.reload.utils": "get_layer_params_buffers",
-        "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "can_load load_numel restore_metadata kernel_tensors "
-        "kernel_non_persistent_buffers",
+        "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": (
+            "can_load load_numel restore_metadata kernel_tensors kernel_non_persistent_buffers"
+        ),
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": ".moe_kernel",
         "vllm.model_executor.layers.fused_moe.modular_kernel": ".fused_experts",
         "vllm.model_executor.layers.linear": "UnquantizedLinearMethod",
@@ -88,16 +104,19 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.distributed.weight_transfer.base": "ParamMeta WeightSource",
         "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine": "trainer_init send_weights",
         "vllm.distributed.utils:StatelessProcessGroup": "create",
-        "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerInitInfo": "rank master_address master_port world_size "
-        "packed_buffer_size_bytes",
-        "vllm.v1.worker.gpu_worker:Worker": "init_weight_transfer_engine start_weight_update update_weights finish_weight_update",
+        "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerInitInfo": (
+            "rank master_address master_port world_size packed_buffer_size_bytes"
+        ),
+        "vllm.v1.worker.gpu_worker:Worker": (
+            "init_weight_transfer_engine start_weight_update update_weights finish_weight_update"
+        ),
     },
     "vLLM's second model runner": {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "get_model reload_weights .sampler",
     },
 }
-"""By feature: `module` or `module:Class`, and its names. One that begins with a dot is set on objects or in functions, so it
-is looked for in the source."""
+"""By feature: `module` or `module:Class`, and its names. One that begins with a dot is set on
+objects or in functions, so it is looked for in the source."""
 
 CHECKED_LATER = {"weights from GPU to GPU (weights.backend = nccl)", "vLLM's second model runner"}
 """Features whose modules an engine does not import when it starts."""
@@ -119,10 +138,13 @@ def find_missing_names(*, at_start: bool = False) -> list[str]:
 
 
 def check_vllm_names() -> None:
-    """Raise `EngineError` if the installed vLLM lacks a name that an engine needs to start, with the feature."""
-    if missing := find_missing_names(at_start=True):
+    """Raise `EngineError` if the installed vLLM lacks a name that an engine needs to start,
+    with the feature."""
+    missing = find_missing_names(at_start=True)
+    if missing:
         raise EngineError(
-            f"vLLM {find_vllm_version()} has no {', '.join(missing)}: r3async is made for vLLM {SUPPORTED_VERSIONS}"
+            f"vLLM {find_vllm_version()} has no {', '.join(missing)}: r3async is made for vLLM "
+            f"{SUPPORTED_VERSIONS}"
         )
 
 
@@ -145,16 +167,27 @@ def _find_missing(place: str, names: list[str]) -> list[str]:
     owner = getattr(module, class_name, None) if class_name else module
     if owner is None:
         return [place.replace(":", ".")]
-    return [f"{class_name or module_name}.{name.strip('.')}" for name in names if not _has_name(owner, name)]
+    return [
+        f"{class_name or module_name}.{name.strip('.')}"
+        for name in names
+        if not _has_name(owner, name)
+    ]
 
 
 def _has_name(owner: Any, name: str) -> bool:
     if name.startswith("."):
         kinds = inspect.getmro(owner)[:-1] if inspect.isclass(owner) else (owner,)
         return any(re.search(rf"\{name}\b", inspect.getsource(kind)) for kind in kinds)
-    return hasattr(owner, name) or name in getattr(owner, "__annotations__", ()) or _has_field(owner, name)
+    return (
+        hasattr(owner, name)
+        or name in getattr(owner, "__annotations__", ())
+        or _has_field(owner, name)
+    )
 
 
 def _has_field(owner: Any, name: str) -> bool:
-    fields = (getattr(owner, each, ()) for each in ("__dataclass_fields__", "model_fields", "__struct_fields__"))
+    fields = (
+        getattr(owner, each, ())
+        for each in ("__dataclass_fields__", "model_fields", "__struct_fields__")
+    )
     return any(name in each for each in fields)

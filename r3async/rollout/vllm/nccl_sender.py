@@ -16,7 +16,15 @@ import torch
 import zmq
 
 from r3async.weights.manifest import WeightError
-from r3async.weights.nccl import Send, Sent, Up, decode_nccl_message, encode_nccl_message, listen_at, open_nccl_socket
+from r3async.weights.nccl import (
+    Send,
+    Sent,
+    Up,
+    decode_nccl_message,
+    encode_nccl_message,
+    listen_at,
+    open_nccl_socket,
+)
 from r3async.world.kept_programs import exit_with_owner
 
 POLL_MILLISECONDS = 60_000
@@ -28,14 +36,17 @@ SendVersion = Callable[[Send], None]
 def main() -> None:
     """Run a sending process.
 
-    Its arguments after `sys.path` are the endpoint that gives work, the link's name, and the owner's process id.
+    Its arguments after `sys.path` are the endpoint that gives work, the link's name, and the
+    owner's process id.
     """
     endpoint, link, owner = sys.argv[2:]
     exit_with_owner(int(owner))
     serve_sends(endpoint, link, make_nccl_sender())
 
 
-def serve_sends(endpoint: str, link: str, send_version: SendVersion, stop: Callable[[], bool] = lambda: False) -> None:
+def serve_sends(
+    endpoint: str, link: str, send_version: SendVersion, stop: Callable[[], bool] = lambda: False
+) -> None:
     """Send the requested versions until `stop` returns True, or until an error.
 
     A failed operation leaves no group that could be used again.
@@ -53,10 +64,11 @@ def serve_sends(endpoint: str, link: str, send_version: SendVersion, stop: Calla
 
 
 def order_tensor_names(widths: Mapping[str, int]) -> list[str]:
-    """Return the order in which tensors are sent, as sender and workers know the names in different orders.
+    """Return the order in which tensors are sent, as sender and workers know the names in
+    different orders.
 
-    `widths` has the bytes per element of each tensor. The widest come first: vLLM packs tensors one behind the other,
-    and each must begin at an offset that its elements allow.
+    `widths` has the bytes per element of each tensor. The widest come first: vLLM packs tensors one
+    behind the other, and each must begin at an offset that its elements allow.
     """
     return sorted(widths, key=lambda name: (-widths[name], name))
 
@@ -64,12 +76,16 @@ def order_tensor_names(widths: Mapping[str, int]) -> list[str]:
 def make_nccl_sender() -> SendVersion:
     """Return a function that sends over vLLM's NCCL group, on this process's first GPU.
 
-    The first `Send` creates the group and waits for all workers to join. Raises `RuntimeError` without CUDA.
+    The first `Send` creates the group and waits for all workers to join. Raises
+    `RuntimeError` without CUDA.
     """
     if not torch.cuda.is_available():
         raise RuntimeError('weights.backend="nccl" needs CUDA where the learner is')
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLTrainerInitInfo,
+        NCCLTrainerWeightTransferEngine,
+    )
 
     class MappedWeights(WeightSource):
         """A file of published weights."""
@@ -84,7 +100,8 @@ def make_nccl_sender() -> SendVersion:
             for name, tensor in self.tensors.items():
                 yield name, tensor.to("cuda")
 
-    source, trainers = MappedWeights(), list[NCCLTrainerWeightTransferEngine]()
+    source = MappedWeights()
+    trainers = list[NCCLTrainerWeightTransferEngine]()
 
     def send_version(job: Send) -> None:
         source.tensors = read_tensors(job.path)
@@ -98,7 +115,9 @@ def make_nccl_sender() -> SendVersion:
             )
             with listen_for_workers(job.host, job.port):
                 trainers.append(
-                    NCCLTrainerWeightTransferEngine.trainer_init(info, client=_PassiveWorkerClient(), source=source)
+                    NCCLTrainerWeightTransferEngine.trainer_init(
+                        info, client=_PassiveWorkerClient(), source=source
+                    )
                 )
             check_nccl_group(trainers[0])
         trainers[0].send_weights()
@@ -125,9 +144,12 @@ def listen_for_workers(host: str, port: int) -> Iterator[None]:
 
 
 def check_nccl_group(engine: Any) -> None:
-    """Raise `WeightError` if vLLM could not load NCCL: its broadcasts would do nothing, without an error."""
+    """Raise `WeightError` if vLLM could not load NCCL: its broadcasts would do nothing,
+    without an error."""
     if getattr(engine.model_update_group, "disabled", True):
-        raise WeightError('weights.backend="nccl": vLLM cannot use NCCL here (is VLLM_DISABLE_PYNCCL set?)')
+        raise WeightError(
+            'weights.backend="nccl": vLLM cannot use NCCL here (is VLLM_DISABLE_PYNCCL set?)'
+        )
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
@@ -136,7 +158,10 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
 
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return {name: tensors[name] for name in order_tensor_names({name: t.itemsize for name, t in tensors.items()})}
+    return {
+        name: tensors[name]
+        for name in order_tensor_names({name: t.itemsize for name, t in tensors.items()})
+    }
 
 
 class _PassiveWorkerClient:

@@ -14,10 +14,12 @@ from r3async.world.kept_programs import exit_with_owner
 
 
 class OwnerBoundConfig(dict[str, Any]):
-    """A value for vLLM's `additional_config` that ends every process in which it is unpickled with process `owner_pid`.
+    """A value for vLLM's `additional_config` that ends every process in which it is unpickled with
+    process `owner_pid`.
 
-    vLLM hands its whole configuration to each process it spawns, before that process does anything else. A hook in
-    the worker would come too late: an owner that is killed during the start would leave its engine waiting.
+    vLLM hands its whole configuration to each process it spawns, before that process does anything
+    else. A hook in the worker would come too late: an owner that is killed during the start would
+    leave its engine waiting.
     """
 
     def __init__(self, owner_pid: int, values: Mapping[str, Any] | None = None):

@@ -62,11 +62,15 @@ class RunningRequest:
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs.logprobs)
         if output.new_sampling_mask is not None:
-            self.supports.append(SupportSets.decode(len(output.new_token_ids), output.new_sampling_mask.token_ids))
+            self.supports.append(
+                SupportSets.decode(len(output.new_token_ids), output.new_sampling_mask.token_ids)
+            )
         if output.routed_experts is not None:
             self.routes.append(output.routed_experts)
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = np.asarray(output.new_prompt_logprobs_tensors.logprobs[:, 0], np.float32)
+            self.prompt_logprobs = np.asarray(
+                output.new_prompt_logprobs_tensors.logprobs[:, 0], np.float32
+            )
         if output.prefill_stats is not None:
             self.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:
@@ -123,8 +127,8 @@ class RequestRegistry:
             raise self.failure
 
     async def receive_outputs(self) -> None:
-        """Receive the engine's outputs for as long as it lives; then make every running and later request raise
-        `EngineLostError`."""
+        """Receive the engine's outputs for as long as it lives; then make every running and later
+        request raise `EngineLostError`."""
         try:
             while True:
                 ended = [
@@ -134,7 +138,8 @@ class RequestRegistry:
                 ]
                 for running in ended:
                     running.finish_request()
-                    # Its caller validates, parses and sends its next request: one caller per turn of the loop.
+                    # Its caller validates, parses and sends its next request: one caller per
+                    # turn of the loop.
                     await asyncio.sleep(0)
         except EngineLostError as error:
             await self.fail_requests(error)
@@ -142,7 +147,8 @@ class RequestRegistry:
             await self.fail_requests(EngineLostError(f"its outputs cannot be read: {error!r}"))
 
     def _dispatch_output(self, output: Any) -> RunningRequest | None:
-        """Add an output to its request and return the request if this was its last output; else None.
+        """Add an output to its request and return the request if this was its last
+        output; else None.
 
         Outputs of requests that nobody waits for any more are dropped.
         """
@@ -153,13 +159,15 @@ class RequestRegistry:
         return running if running.finish_reason else None
 
     def create_request(self, name: str, version: int) -> RunningRequest:
-        """Return a request that enters under weights `version`, with an id that vLLM has not seen before."""
+        """Return a request that enters under weights `version`, with an id that vLLM has
+        not seen before."""
         return RunningRequest(f"{name}#{next(self._request_numbers)}", version)
 
     async def run_request(
         self, request: RunningRequest, prompt_ids: list[int], params: Any, cache_salt: str | None
     ) -> bool:
-        """Run a new request to its end. Returns False if it must start again under newer weights."""
+        """Run a new request to its end. Returns False if it must start again
+        under newer weights."""
         if self.failure is not None:
             raise self.failure
         self._running_requests[request.request_id] = request
@@ -189,7 +197,9 @@ class RequestRegistry:
     async def abort_request(self, name: str) -> None:
         """End the running requests of that name, with the tokens sampled so far."""
         if self.core is not None:
-            await self.core.abort_requests([r for r in self._running_requests if r.rpartition("#")[0] == name])
+            await self.core.abort_requests(
+                [r for r in self._running_requests if r.rpartition("#")[0] == name]
+            )
 
     async def wait_until_idle(self) -> None:
         """Wait until no request runs, possibly for ever if further ones may enter."""

@@ -19,7 +19,8 @@ WORD_BITS = 32
 
 
 def pack_bits(allowed: Tensor) -> Tensor:
-    """Pack bool `[B, V]` into int32 `[B, ceil(V / 32)]`, the lowest bit of the lowest byte first."""
+    """Pack bool `[B, V]` into int32 `[B, ceil(V / 32)]`, the lowest bit of the
+    lowest byte first."""
     extra = -allowed.shape[1] % WORD_BITS
     lanes = torch.nn.functional.pad(allowed, (0, extra)).view(len(allowed), -1, 8).to(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=allowed.device)
@@ -37,7 +38,8 @@ class MaskRecordingSampler(Sampler):
 
     def forward(self, *args: Any, **kwargs: Any) -> SamplerOutput:
         output = super().forward(*args, **kwargs)
-        processed, self._processed_logprobs = self._processed_logprobs, None
+        processed = self._processed_logprobs
+        self._processed_logprobs = None
         tensors = output.logprobs_tensors
         if processed is not None and tensors is not None:
             ids = torch.cat([tensors.logprob_token_ids, pack_bits(processed > -torch.inf)], dim=1)

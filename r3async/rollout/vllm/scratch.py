@@ -1,7 +1,8 @@
-"""What an engine's processes leave on their host, by one name: a directory of sockets, semaphores and shared memory.
+"""What an engine's processes leave on their host, by one name: a directory of sockets, semaphores
+and shared memory.
 
-Whoever owns the engine holds a lock on the directory. An owner that is killed leaves everything, and the next engine of
-the same user removes it.
+Whoever owns the engine holds a lock on the directory. An owner that is killed leaves everything,
+and the next engine of the same user removes it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class EngineScratch:
             self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
-            if self.directory.exists():  # or another engine took it for abandoned before it was locked
+            # Or another engine took it for abandoned before it was locked.
+            if self.directory.exists():
                 return
             os.close(self._lock)
 
@@ -46,7 +48,8 @@ class EngineScratch:
 
 
 def remove_abandoned() -> None:
-    """Remove what engines of this user left whose owners were killed: nobody locks their directory any more."""
+    """Remove what engines of this user left whose owners were killed: nobody locks their
+    directory any more."""
     for directory in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with contextlib.suppress(OSError), _locked_alone(directory):
             for _, path in _list_shared_memory(directory):
@@ -56,7 +59,8 @@ def remove_abandoned() -> None:
 
 @contextlib.contextmanager
 def _locked_alone(directory: Path) -> Iterator[None]:
-    """Lock a directory of this user. Raises `OSError` if anybody else has locked it, or it is another user's."""
+    """Lock a directory of this user. Raises `OSError` if anybody else has locked it, or it
+    is another user's."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
@@ -68,12 +72,14 @@ def _locked_alone(directory: Path) -> Iterator[None]:
 
 
 def _list_shared_memory(directory: Path) -> list[tuple[str, Path]]:
-    """Return the semaphores and the shared memory of an engine, each with its kind as `resource_tracker` calls it."""
+    """Return the semaphores and the shared memory of an engine, each with its kind as
+    `resource_tracker` calls it."""
     kinds = {"semaphore": f"sem.{directory.name}-*", "shared_memory": f"{directory.name}-*"}
     return [(kind, path) for kind, pattern in kinds.items() for path in SHARED_MEMORY.glob(pattern)]
 
 
 def name_shared_memory() -> None:
-    """Name the shared memory that this process makes as its semaphores are named, after the engine's directory."""
+    """Name the shared memory that this process makes as its semaphores are named, after the
+    engine's directory."""
     prefix = multiprocessing.current_process()._config["semprefix"]  # type: ignore[attr-defined]
     shared_memory._make_filename = lambda: f"{prefix}-{secrets.token_hex(4)}"  # type: ignore[attr-defined]

@@ -19,10 +19,12 @@ from r3async.rollout.vllm.messages import STOP_STRINGS_KEY
 
 
 class StopStringMatcher:
-    """A matcher of stop strings in one answer. It keeps only the end of the text that may begin a stop string."""
+    """A matcher of stop strings in one answer. It keeps only the end of the text that may
+    begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
-        self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
+        self._tokenizer = tokenizer
+        self._stop_strings = tuple(stop_strings)
         self._tail_length = max(map(len, self._stop_strings)) - 1
         self._stream = DecodeStream(skip_special_tokens=False)
         self._tail = ""
@@ -35,9 +37,12 @@ class StopStringMatcher:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokens that do not decode to text together
-            self._stream, piece = DecodeStream(skip_special_tokens=False), None
+            self._stream = DecodeStream(skip_special_tokens=False)
+            piece = None
         text = self._tail + (piece or "")
-        self._tail = text[len(text) - self._tail_length :] if len(text) > self._tail_length else text
+        self._tail = (
+            text[len(text) - self._tail_length :] if len(text) > self._tail_length else text
+        )
         return next((stop for stop in self._stop_strings if stop in text), None) if piece else None
 
 
@@ -51,7 +56,9 @@ class StopStringsMixin:
         self._stop_matchers: dict[str, StopStringMatcher] = {}
         self._tokenizer: Tokenizer | None = None
 
-    def _update_request_with_output(self, request: Any, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+    def _update_request_with_output(
+        self, request: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
         tokens, stopped = super()._update_request_with_output(request, *args, **kwargs)  # type: ignore[misc]
         extra = request.sampling_params.extra_args
         stop = extra.get(STOP_STRINGS_KEY) if extra else None
@@ -59,13 +66,20 @@ class StopStringsMixin:
             return tokens, stopped
         text = self._stop_matchers.get(request.request_id)
         if text is None:
-            text = self._stop_matchers[request.request_id] = StopStringMatcher(self._load_tokenizer(), stop)
-        # The token at the length limit may complete a stop string too: then the string ended the answer, as in vLLM.
-        for token in tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ():
+            text = self._stop_matchers[request.request_id] = StopStringMatcher(
+                self._load_tokenizer(), stop
+            )
+        # The token at the length limit may complete a stop string too: then the string ended the
+        # answer, as in vLLM.
+        for token in (
+            tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ()
+        ):
             found = text.add_token(token)
             if found is not None:
                 # As vLLM does with a stop token. A step samples one token, so none follows.
-                request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, found, True
+                request.status = RequestStatus.FINISHED_STOPPED
+                request.stop_reason = found
+                stopped = True
         if stopped:
             del self._stop_matchers[request.request_id]
         return tokens, stopped
@@ -78,5 +92,7 @@ class StopStringsMixin:
 
     def _load_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(Path(self.vllm_config.model_config.model) / "tokenizer.json"))
+            self._tokenizer = Tokenizer.from_file(
+                str(Path(self.vllm_config.model_config.model) / "tokenizer.json")
+            )
         return self._tokenizer

@@ -14,8 +14,9 @@ from vllm.tool_parsers import ToolParserManager
 class VllmToolParser:
     """A callable `(parser, text, tools)` that returns an answer's content and its calls.
 
-    A call is `id, name, arguments` (JSON as text). Text that cannot be parsed is content. Raises `ValueError` for an
-    unknown parser, and the parser's own error if it does not fit the tokenizer of the model at `model_path`.
+    A call is `id, name, arguments` (JSON as text). Text that cannot be parsed is content. Raises
+    `ValueError` for an unknown parser, and the parser's own error if it does not fit the tokenizer
+    of the model at `model_path`.
     """
 
     def __init__(self, model_path: str):
@@ -32,7 +33,9 @@ class VllmToolParser:
             kind = ToolParserManager.get_tool_parser(parser)
         except KeyError as error:
             raise ValueError(f"vLLM has no tool parser {parser!r}") from error
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=list(tools) or None)
+        request = ChatCompletionRequest(
+            messages=[{"role": "user", "content": ""}], tools=list(tools) or None
+        )
         # A parser has state, so each answer gets a new one.
         reading = kind(self._tokenizer, request.tools)
         if not text:
@@ -43,4 +46,6 @@ class VllmToolParser:
             raise
         except Exception:
             return text, []
-        return read.content or "", [(c.id, c.function.name, c.function.arguments) for c in read.tool_calls]
+        return read.content or "", [
+            (c.id, c.function.name, c.function.arguments) for c in read.tool_calls
+        ]

@@ -11,36 +11,43 @@ from r3async.weights.version_file import iter_verified_tensors
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _TAG_BASE = 128
-"""Base of the digits in which tags are written: every floating-point dtype of weights represents 1 to 128 exactly,
-except float8."""
+"""Base of the digits in which tags are written: every floating-point dtype of weights represents 1
+to 128 exactly, except float8."""
 
 
 def find_model_differences(
     model: torch.nn.Module, published: WeightManifest, load_tensors: Callable[[NamedTensors], None]
 ) -> list[TensorMismatch]:
-    """Return the published tensors that the model does not hold as they were published, in the manifest's order.
+    """Return the published tensors that the model does not hold as they were published, in the
+    manifest's order.
 
-    vLLM fuses, splits and re-packs the tensors that it loads, which loses their names. So the model's parameters are
-    compared with those after a regular load of the same file by `load_tensors`. To name the elements that differ, the
-    loader then gets tags instead of weights: whatever it does with the tensors, it does with the tags too.
+    vLLM fuses, splits and re-packs the tensors that it loads, which loses their names. So the
+    model's parameters are compared with those after a regular load of the same file by
+    `load_tensors`. To name the elements that differ, the loader then gets tags instead of weights:
+    whatever it does with the tensors, it does with the tags too.
 
-    The list is empty if the model holds exactly the loaded weights: then either they are correct, or every load goes
-    wrong in the same way. Afterwards the model holds the result of `load_tensors`. Needs host memory for one copy of
-    the model.
+    The list is empty if the model holds exactly the loaded weights: then either they are correct,
+    or every load goes wrong in the same way. Afterwards the model holds the result of
+    `load_tensors`. Needs host memory for one copy of the model.
     """
     held = {name: tensor.to("cpu", copy=True) for name, tensor in iter_parameter_contents(model)}
     load_tensors(iter_verified_tensors(published))
     wrong = {}
     for name, tensor in iter_parameter_contents(model):
-        now, before = tensor.cpu(), held.pop(name)
+        now = tensor.cpu()
+        before = held.pop(name)
         if before.shape != now.shape:
             wrong[name] = torch.ones(now.shape, dtype=torch.bool)
         elif (different := view_as_integers(before) != view_as_integers(now)).any():
             wrong[name] = different.reshape(now.shape)
     if not wrong:
         return []
-    tags = {name: torch.zeros(different.shape, dtype=torch.int64) for name, different in wrong.items()}
-    tagged = {name: torch.ones(different.shape, dtype=torch.bool) for name, different in wrong.items()}
+    tags = {
+        name: torch.zeros(different.shape, dtype=torch.int64) for name, different in wrong.items()
+    }
+    tagged = {
+        name: torch.ones(different.shape, dtype=torch.bool) for name, different in wrong.items()
+    }
     place = 1
     while place <= len(published.tensors):
         load_tensors(_iter_tag_tensors(published, place))
@@ -55,7 +62,9 @@ def find_model_differences(
     names = list(published.tensors)
     found: dict[int, TensorMismatch] = {}
     for parameter_name, different in wrong.items():
-        which, counts = tags[parameter_name][different & tagged[parameter_name]].unique(return_counts=True)
+        which, counts = tags[parameter_name][different & tagged[parameter_name]].unique(
+            return_counts=True
+        )
         for tag, count in zip(which.tolist(), counts.tolist(), strict=True):
             if tag < len(names):
                 found[tag] = TensorMismatch(names[tag], parameter_name, count)
@@ -65,8 +74,8 @@ def find_model_differences(
 def iter_parameter_contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and contents of each parameter.
 
-    On CPU vLLM passes the weights of dense layers to oneDNN and empties the parameter. The layer's output for the unit
-    vectors equals oneDNN's weights, to the bit.
+    On CPU vLLM passes the weights of dense layers to oneDNN and empties the parameter. The layer's
+    output for the unit vectors equals oneDNN's weights, to the bit.
     """
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -87,4 +96,9 @@ def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def _iter_tag_tensors(published: WeightManifest, place: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors of the published shapes, each filled with one digit (plus 1) of its index."""
     for index, (name, entry) in enumerate(published.tensors.items()):
-        yield name, torch.full(entry.shape, index // place % _TAG_BASE + 1, dtype=getattr(torch, entry.dtype))
+        yield (
+            name,
+            torch.full(
+                entry.shape, index // place % _TAG_BASE + 1, dtype=getattr(torch, entry.dtype)
+            ),
+        )

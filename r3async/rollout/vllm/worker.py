@@ -17,11 +17,19 @@ import torch
 import xxhash
 
 from r3async.rollout.activations import ActivationRecorder
-from r3async.rollout.vllm.cpu_patches import find_tied_modules, repack_cpu_experts, repack_cpu_tied_layers
+from r3async.rollout.vllm.cpu_patches import (
+    find_tied_modules,
+    repack_cpu_experts,
+    repack_cpu_tied_layers,
+)
 from r3async.rollout.vllm.load_plan import LoadPlan, LoadRecorder
 from r3async.rollout.vllm.nccl_sender import check_nccl_group, order_tensor_names
 from r3async.rollout.vllm.sampling_masks import record_sampling_masks
-from r3async.rollout.vllm.weight_comparison import find_model_differences, iter_parameter_contents, view_as_integers
+from r3async.rollout.vllm.weight_comparison import (
+    find_model_differences,
+    iter_parameter_contents,
+    view_as_integers,
+)
 from r3async.untrusted import decode_msgpack
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import request_receive_offer
@@ -31,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def find_unfilled_modules(model: torch.nn.Module) -> list[str]:
-    """Return the modules with weights for which vLLM's loader, in the middle of a reload, got no tensors."""
+    """Return the modules with weights for which vLLM's loader, in the middle of a
+    reload, got no tensors."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -49,14 +58,17 @@ def find_unfilled_modules(model: torch.nn.Module) -> list[str]:
 def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[None]:
     """Check that vLLM, inside the block, loads a published version completely.
 
-    It may call the model's `load_weights` once or several times. At the end of the block, raises `WeightError` for a
-    tensor that the model did not get, or for a module that was not filled.
+    It may call the model's `load_weights` once or several times. At the end of the block, raises
+    `WeightError` for a tensor that the model did not get, or for a module that was not filled.
     """
-    load, given = model.load_weights, set()
+    load = model.load_weights
+    given = set()
     empty: list[str] = []
     tied = {id(module) for module in find_tied_modules(model)}
 
-    def record_names(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def record_names(
+        weights: Iterable[tuple[str, torch.Tensor]],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             given.add(name)
             yield name, tensor
@@ -65,7 +77,9 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
         loaded = load(record_names(weights))
         # vLLM only logs that these modules keep their old weights.
         modules = dict(model.named_modules(remove_duplicate=False))
-        empty[:] = [name for name in find_unfilled_modules(model) if id(modules.get(name)) not in tied]
+        empty[:] = [
+            name for name in find_unfilled_modules(model) if id(modules.get(name)) not in tied
+        ]
         return loaded
 
     model.load_weights = load_and_check
@@ -74,7 +88,8 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
     finally:
         del model.load_weights
     where = f"weights version {published.version}"
-    if missing := sorted(set(published.tensors) - given):
+    missing = sorted(set(published.tensors) - given)
+    if missing:
         raise WeightError(f"{where}: tensor {missing[0]!r} was not loaded ({len(missing)} in all)")
     if empty:
         raise WeightError(f"{where}: vLLM's loader left out {empty[0]!r} ({len(empty)} in all)")
@@ -84,7 +99,8 @@ class WorkerExtension:
     """The methods that `VllmEngine` calls on every worker."""
 
     r3_installed = (-1, 0)
-    """Version and digest of the contents that were last installed completely; (-1, 0) if there are none."""
+    """Version and digest of the contents that were last installed completely; (-1, 0)
+    if there are none."""
     r3_nccl_link = ""
     """Name of the NCCL group that this worker has joined; "" if none."""
     r3_load_plan: LoadPlan | None = None
@@ -108,12 +124,14 @@ class WorkerExtension:
         record_sampling_masks(self.model_runner)  # type: ignore[attr-defined]
 
     def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
-        """Load the published weights of a msgpack-encoded `WeightManifest` in place and return `r3_installed`.
+        """Load the published weights of a msgpack-encoded `WeightManifest` in place and
+        return `r3_installed`.
 
-        The owner has verified the same file before it paused the engine, so only its header is compared again, with the
-        plan's. For weights from a `source`, names, shapes and dtypes are compared. Raises `WeightError` for a
-        difference in those, for a tensor that vLLM's loader did not get and for a module that the loader did not fill,
-        or whatever the loader raises. The model then holds neither version and must not be run.
+        The owner has verified the same file before it paused the engine, so only its header is
+        compared again, with the plan's. For weights from a `source`, names, shapes and dtypes are
+        compared. Raises `WeightError` for a difference in those, for a tensor that vLLM's loader
+        did not get and for a module that the loader did not fill, or whatever the loader raises.
+        The model then holds neither version and must not be run.
         """
         published = decode_msgpack(manifest, WeightManifest)
         self.r3_installed = (-1, 0)
@@ -127,7 +145,8 @@ class WorkerExtension:
         return self.r3_installed
 
     def r3_use_vllm_config(self) -> contextlib.AbstractContextManager[None]:
-        """Set vLLM's current configuration inside a block: some layers ask for it when they process weights."""
+        """Set vLLM's current configuration inside a block: some layers ask for it when they
+        process weights."""
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self.vllm_config)  # type: ignore[attr-defined]
@@ -169,28 +188,38 @@ class WorkerExtension:
         before = digest_parameters(model)
         plan.load_file(content, poison=True)
         self.r3_finish_load()
-        wrong = sorted(name for name, digest in digest_parameters(model).items() if before.get(name) != digest)
+        wrong = sorted(
+            name for name, digest in digest_parameters(model).items() if before.get(name) != digest
+        )
         if wrong:
-            logger.warning("every version is loaded as vLLM does it: the plan gives another %s", wrong[0])
+            logger.warning(
+                "every version is loaded as vLLM does it: the plan gives another %s", wrong[0]
+            )
         return not wrong
 
-    def r3_reload_tensors(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have vLLM load the tensors, in the layout of its first load, and check that nothing was left out."""
+    def r3_reload_tensors(
+        self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Have vLLM load the tensors, in the layout of its first load, and check that
+        nothing was left out."""
         runner = self.model_runner  # type: ignore[attr-defined]
         with check_all_loaded(runner.get_model(), published):
             runner.reload_weights(weights_iterator=tensors)
         self.r3_finish_load()
 
     def r3_receive_tensors(self, published: WeightManifest) -> None:
-        """Load tensors received over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
+        """Load tensors received over vLLM's NCCL group, which is joined first if it is new;
+        see `weights.nccl`.
 
-        Blocks until all tensors have arrived. If the sender is lost on the way, this never returns: the owner's wait
-        times out after `weights.install_timeout`, and it ends the engine.
+        Blocks until all tensors have arrived. If the sender is lost on the way, this never returns:
+        the owner's wait times out after `weights.install_timeout`, and it ends the engine.
         """
         engine = self.r3_get_transfer_engine()
         p = engine.parallel_config
         workers = p.world_size * p.data_parallel_size
-        offer = request_receive_offer(published, p.data_parallel_index * p.world_size + p.rank, workers)
+        offer = request_receive_offer(
+            published, p.data_parallel_index * p.world_size + p.rank, workers
+        )
         if offer.link != self.r3_nccl_link:
             self.r3_nccl_link = ""
             self.init_weight_transfer_engine(  # type: ignore[attr-defined]
@@ -205,7 +234,9 @@ class WorkerExtension:
             )
             check_nccl_group(engine)
             self.r3_nccl_link = offer.link
-        widths = {name: getattr(torch, entry.dtype).itemsize for name, entry in published.tensors.items()}
+        widths = {
+            name: getattr(torch, entry.dtype).itemsize for name, entry in published.tensors.items()
+        }
         entries = [(name, published.tensors[name]) for name in order_tensor_names(widths)]
         with check_all_loaded(engine.model, published):
             self.start_weight_update()  # type: ignore[attr-defined]
@@ -219,7 +250,8 @@ class WorkerExtension:
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def r3_get_transfer_engine(self) -> Any:
-        """Return vLLM's receiving end, created as `weight_transfer_config` would have done at the start."""
+        """Return vLLM's receiving end, created as `weight_transfer_config` would have
+        done at the start."""
         if self.weight_transfer_engine is None:
             from vllm.config import WeightTransferConfig
             from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -248,7 +280,9 @@ class WorkerExtension:
             self.r3_finish_load()
 
         with self.r3_use_vllm_config():
-            return msgspec.msgpack.encode(find_model_differences(runner.get_model(), published, load))
+            return msgspec.msgpack.encode(
+                find_model_differences(runner.get_model(), published, load)
+            )
 
     def r3_record_activations(self) -> None:
         """Record the model's activations, stage by stage, until `r3_save_activations`."""
@@ -261,7 +295,8 @@ class WorkerExtension:
         """
         from safetensors.torch import save_file
 
-        stages, self.r3_activations = self.r3_activations, None
+        stages = self.r3_activations
+        self.r3_activations = None
         if stages is None:
             return ""
         seen = stages.finish_recording()

@@ -191,7 +191,7 @@ def test_the_api_page_has_every_public_name_and_each_section_an_example():
 def sources():
     """All messages of the code, strings that are continued on the next line put together."""
     files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
-    return "\n".join(re.sub(r'"\s*\n\s*f?"', "", f.read_text()) for f in files)
+    return "\n".join(re.sub(r"""["']\s*\n\s*f?["']""", "", f.read_text()) for f in files)
 
 
 def test_messages_of_the_faq_are_messages_of_the_code():

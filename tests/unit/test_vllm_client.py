@@ -245,7 +245,9 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_engine_and_nothing_that
     home.rmdir()
 
 
-def test_temporary_files_of_an_engines_processes_are_in_its_own_directory(capfd):
+def test_temporary_files_of_an_engines_processes_are_in_its_own_directory(capfd, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it compiled something
+
     async def start():
         core = EngineCoreClient({"do": "say where"}, 1, 0, run_process=play)
         directory = core._scratch.directory

@@ -22,9 +22,12 @@ from r3async.weights.delta import VersionDigest, digest_version
 from r3async.weights.fetch import (
     FANOUT,
     ROOT_ADDRESS,
+    ChunkServer,
+    Get,
     Gone,
     HostVersionCache,
     Join,
+    Place,
     RelayTree,
     RelayTrees,
     TcpReceiver,
@@ -545,3 +548,35 @@ async def test_no_part_of_a_version_that_was_removed_is_offered_any_more(parts_e
     for part in versions[0]:
         server._handle_request(b"peer", Join(part.name, "tcp://h:1", ()))
     assert [type(message) for message in sent] == [Gone] * 3
+
+
+def test_a_host_that_receives_the_second_part_of_a_version_passes_that_one_on(tmp_path):
+    path, sent = tmp_path / "version", []
+    path.write_bytes(b"first part" + b"second")
+    socket, server = SimpleNamespace(send=sent.append), ChunkServer()
+    server.add_growing_stream("second", REAL_WORLD.files.open(path), 6, start=10)
+    server.add_chunks("second", [7], socket)
+    server.answer_request(socket, b"peer", Get("second", 0, 1))
+    ((_, head, data),) = sent
+    assert (decode_relay_message(head).checksum, bytes(data)) == (7, b"second")
+    server.remove_stream("second")
+
+
+async def test_a_host_names_all_parents_that_failed_it(learner, make, monkeypatch):
+    monkeypatch.setattr(relay, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "MAX_SILENCE_SECONDS", 0.02)
+    manifest, parts = learner.publish(0)
+    nobody = iter(["tcp://127.0.0.1:9", "tcp://127.0.0.1:13"])
+    avoided = []
+
+    def place(name, message):
+        avoided.append(message.avoid)
+        return Place(message.stream, next(nobody, ROOT_ADDRESS), False)
+
+    monkeypatch.setattr(learner.server._trees, "handle_join", place)
+    assert same(await fetch(make("h0"), manifest, parts), manifest)
+    assert list(dict.fromkeys(avoided)) == [
+        (),
+        ("tcp://127.0.0.1:9",),
+        ("tcp://127.0.0.1:9", "tcp://127.0.0.1:13"),
+    ]

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,14 +16,26 @@ from hypothesis import strategies as st
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import CorruptWeightsError, InstallReport
-from r3async.weights import delta, relay
-from r3async.weights.delta import digest_version
+from r3async.weights import delta, relay, tcp
+from r3async.weights.delta import VersionDigest, digest_version
+from r3async.weights.host_cache import HostVersionCache
 from r3async.weights.manifest import WeightError
-from r3async.weights.relay import FANOUT, ROOT_ADDRESS, Join, RelayTree, RelayTrees
+from r3async.weights.relay import (
+    FANOUT,
+    ROOT_ADDRESS,
+    ChunkServer,
+    Get,
+    Gone,
+    Join,
+    Place,
+    RelayTree,
+    RelayTrees,
+    decode_relay_message,
+)
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.weights.version_file import iter_verified_tensors, verify_version_file
 from r3async.weights.version_store import DeltaVersionStore
-from r3async.weights.weight_transfer import TransferOffer
+from r3async.weights.weight_transfer import PublishedPart, TransferOffer
 from r3async.world.disk import write_at
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ZeroMqSockets
@@ -474,3 +488,93 @@ def test_the_tree_is_as_deep_as_a_logarithm():
         for number in range(hosts):
             tree.place_node(f"n{number}", f"tcp://n{number}:1")
         assert max(node.depth for node in tree._nodes.values()) <= math.ceil(math.log2(hosts + 2)) + 1
+
+
+def test_no_host_gets_a_stream_from_one_that_gets_it_from_it_through_others():
+    tree = RelayTree()
+    assert [tree.place_node(name, name.upper()) for name in "pa"] == [ROOT_ADDRESS] * 2
+    assert tree.place_node("z", "Z", excluded={"P"}) == "A"
+    tree.finish_node("p")
+    assert tree.place_node("y", "Y") == ROOT_ADDRESS
+    assert tree.place_node("p", "P", excluded={"A", "Y"}) == "Z", "so p gets it from a through z, which came after p"
+    tree.finish_node("a")
+    assert tree.place_node("w", "W") == ROOT_ADDRESS
+    assert tree.place_node("a", "A", excluded={"W", "Y"}) == ROOT_ADDRESS, "though the learner serves enough"
+
+
+def test_versions_of_two_lineages_that_have_one_number_are_two_files(tmp_path):
+    cache = HostVersionCache(tmp_path, "run")
+    one, other = VersionDigest(3, 5), VersionDigest(3, 6)
+    cache.version_path(one).write_bytes(b"one")
+    assert cache.acquire_version(one) == cache.version_path(one)
+    assert cache.acquire_version(other) is None
+    cache.close()
+
+
+def part_of(version: int, number: int, endpoint: str, directory: Path) -> PublishedPart:
+    path = directory / f"host-{number}" / f"version-{version}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"weights")
+    return PublishedPart(str(path), 7, endpoint=endpoint)
+
+
+@pytest.fixture
+async def parts_elsewhere(tmp_path):
+    """A server of two versions of three parts, the last two of which another host has; and all parts."""
+    server = TcpServer("127.0.0.1", SERVER_KEYS)
+    versions = [[part_of(v, n, "tcp://there:1" if n else "", tmp_path) for n in range(3)] for v in range(2)]
+    for parts in versions:
+        server.offer_version(SimpleNamespace(path=parts[0].path), *parts)
+    yield server, versions
+    await server.close()
+
+
+async def test_a_host_that_serves_anew_serves_its_parts_of_all_versions(parts_elsewhere):
+    server, _ = parts_elsewhere
+    assert len(server.list_remote_parts("tcp://there:1")) == 4
+    server.move_parts("tcp://there:1", "tcp://there:2")
+    assert not server.list_remote_parts("tcp://there:1")
+    assert len(server.list_remote_parts("tcp://there:2")) == 4
+
+
+async def test_no_part_of_a_version_that_was_removed_is_offered_any_more(parts_elsewhere):
+    server, versions = parts_elsewhere
+    os.unlink(versions[0][0].path)
+    server.serve_files({})
+    sent = []
+    server._open_sockets[0] = SimpleNamespace(send=lambda frames: sent.append(decode_relay_message(frames[1])))
+    for part in versions[0]:
+        server._handle_request(b"peer", Join(part.name, "tcp://h:1", ()))
+    assert [type(message) for message in sent] == [Gone] * 3
+
+
+def test_a_host_that_receives_the_second_part_of_a_version_passes_that_one_on(tmp_path):
+    path, sent = tmp_path / "version", []
+    path.write_bytes(b"first part" + b"second")
+    socket, server = SimpleNamespace(send=sent.append), ChunkServer()
+    server.add_growing_stream("second", REAL_WORLD.files.open(path), 6, start=10)
+    server.add_chunks("second", [7], socket)
+    server.answer_request(socket, b"peer", Get("second", 0, 1))
+    ((_, head, data),) = sent
+    assert (decode_relay_message(head).checksum, bytes(data)) == (7, b"second")
+    server.remove_stream("second")
+
+
+async def test_a_host_names_all_parents_that_failed_it(learner, make, monkeypatch):
+    monkeypatch.setattr(tcp, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(tcp, "MAX_SILENCE_SECONDS", 0.02)
+    manifest, parts = learner.publish(0)
+    nobody = iter(["tcp://127.0.0.1:9", "tcp://127.0.0.1:13"])
+    avoided = []
+
+    def place(name, message):
+        avoided.append(message.avoid)
+        return Place(message.stream, next(nobody, ROOT_ADDRESS), False)
+
+    monkeypatch.setattr(learner.server._trees, "handle_join", place)
+    assert same(await fetch(make("h0"), manifest, parts), manifest)
+    assert list(dict.fromkeys(avoided)) == [
+        (),
+        ("tcp://127.0.0.1:9",),
+        ("tcp://127.0.0.1:9", "tcp://127.0.0.1:13"),
+    ]

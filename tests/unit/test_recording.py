@@ -252,7 +252,11 @@ PLANTED = {
         with_argument("advantages", lambda a: a * 1.01),
         "gradients",
     ),
-    "another coefficient of the trust region": ("trust_region.TrustRegion._clamp_coefficient", scaled(1.01), "gradients"),
+    "another coefficient of the trust region": (
+        "trust_region.TrustRegion._clamp_coefficient",
+        scaled(1.01),
+        "gradients",
+    ),
     "another norm that gradients are clipped to": (
         *of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
         "weights",

@@ -88,6 +88,15 @@ async def test_of_a_group_in_two_files_nothing_stays_of_what_is_removed_or_train
     assert third.nbytes == 0
 
 
+async def test_of_a_trajectory_that_was_put_twice_the_last_is_recovered(tmp_path):
+    first, again = sampled(0, 300), sampled(0, 200)
+    assert first.trajectory_id == again.trajectory_id
+    spool = Spool(tmp_path, DISK)
+    await put_all(spool, [first, again])
+    _, kept = await recovered(tmp_path)
+    assert [len(each.samples[0].table) for each in kept] == [200]
+
+
 @pytest.mark.parametrize("fsync", [False, True])
 async def test_what_was_put_is_there_after_a_restart(tmp_path, fsync):
     spool = Spool(tmp_path / "spool", BufferConfig(durability="disk", fsync=fsync))

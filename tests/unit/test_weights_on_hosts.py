@@ -60,11 +60,11 @@ class Actors(Called):
 
 
 class Learner:
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, hosts=HOSTS):
         overrides = ["learner.parallel.dp=3", "generator.dtype=bfloat16", f"weights.directory={directory / 'here'}"]
         config = load_config("quickstart", overrides)
-        self.ranks = [Rank(config, rank, directory / host) for rank, host in enumerate(HOSTS)]
-        processes = list(enumerate(HOSTS))
+        self.ranks = [Rank(config, rank, directory / host) for rank, host in enumerate(hosts)]
+        processes = list(enumerate(hosts))
         self.remote = RemoteRanks(config, RankProcesses(RankCalls(Actors(), self.ranks), 7, processes))
         self.remote.set_weight_transport("tcp", SERVER_KEYS)
         self.server = TcpServer("127.0.0.1", SERVER_KEYS)
@@ -134,6 +134,7 @@ async def test_engines_put_the_parts_of_all_hosts_together_and_their_deltas_too(
             read = dict(iter_verified_tensors(each))
             assert read.keys() == exact.keys()
             assert all((read[name] == t.to(read[name].dtype)).all() for name, t in exact.items())
+            assert manifest.nbytes == sum(t.nbytes for t in read.values())
         assert [part.base is not None for part in parts[0].parts] == [version > 0] * 2
         learner.step()
     # A host writes and keeps its own ranks' part alone, of the last two versions.
@@ -144,6 +145,16 @@ async def test_engines_put_the_parts_of_all_hosts_together_and_their_deltas_too(
         assert all(path.stat().st_size < own for path in files)  # the copy is in float32
     whole_bytes = parts[0].nbytes
     assert [r.received_bytes < 1.3 * whole_bytes for r in receivers] == [True] * 3
+
+
+async def test_ranks_whose_hosts_take_turns_write_one_file_of_all_weights(make, tmp_path):
+    learner = Learner(tmp_path, ("here", "there", "here"))
+    manifest, parts = learner.publish(0)
+    found = await make("engines").fetch_version(manifest, parts, 20.0)
+    read, exact = dict(iter_verified_tensors(found)), whole(learner)
+    assert read.keys() == exact.keys()
+    assert all((read[name] == t.to(read[name].dtype)).all() for name, t in exact.items())
+    await learner.close()
 
 
 async def test_a_part_whose_delta_is_missing_is_fetched_whole(learner, make):

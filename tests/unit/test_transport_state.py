@@ -358,6 +358,14 @@ async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own
     assert sorted(answers) == [(b"one", "ack"), (b"three", "later"), (b"two", "later")]
 
 
+async def test_what_two_senders_sent_is_in_hand_for_both(receiver):
+    receiver._intake.add(arrival("t0", b"one"))
+    receiver._intake.add(arrival("t1", b"one"))
+    assert receiver._intake.add_duplicate_sender(b"two", "t1")
+    in_hand = [receiver._intake.unanswered_of(sender) for sender in (b"one", b"two")]
+    assert in_hand == [["t0", "t1"], ["t1"]]
+
+
 async def test_more_acknowledgements_than_a_message_holds_come_in_several(receiver):
     names = [f"t{number}" for number in range(MAX_ACK_IDS + 3)]
     receiver._pending_acks = {b"one": names, b"two": names[:1]}

@@ -36,21 +36,23 @@ def test_each_part_has_its_own_name_and_every_prediction_a_part():
 
 
 OWNER = """
-import subprocess, sys
+import sys
 from pathlib import Path
-from r3async.tools.gpu_check.part import command
-line = command(Path(sys.argv[1]), True, "runs:quickstart", {"dtype": "float32"})
-print(subprocess.Popen(line, start_new_session=True).pid, flush=True)
-sys.stdin.read()
+from r3async.tools.gpu_check.command import run_parts
+run_parts(Path(sys.argv[1]), small=True, only=["quickstart float32"], cuda=False, say=print)
 """
 
 
-def test_a_part_ends_with_the_command_that_started_it(tmp_path):
-    line = [sys.executable, "-c", OWNER, str(tmp_path)]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-        part = psutil.Process(int(owner.stdout.readline()))
+def test_a_run_that_a_part_started_ends_with_the_command_that_is_killed(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)]) as owner:
+        started, deadline = [], time.monotonic() + 60
+        while not any("train" in process.cmdline() for process in started):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            started = psutil.Process(owner.pid).children(recursive=True)
         owner.kill()
-    part.wait(60)
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert not left
 
 
 def test_what_lies_outside_a_prediction_is_said_of_real_shapes_only():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
 import tomllib
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+
+from r3async.world.kept_programs import KeptProgram
 
 from .part import RESULT, command
 
@@ -133,29 +133,26 @@ def _run(part: Part, out: Path, small: bool, limit: float) -> dict[str, Any]:
     began = time.monotonic()
     log = out / f"{part.name.replace(' ', '-')}.log"
     with log.open("w") as output:
-        process = subprocess.Popen(
+        program = KeptProgram(
             command(out.absolute(), small, part.target, part.arguments),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,
         )
         try:
-            process.wait(limit)
-            found: dict[str, Any] = {}
-        except subprocess.TimeoutExpired:
-            found = {"failure": f"no answer within {limit:.0f} s"}
+            exit_code = program.wait(limit)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # and any processes that it left
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            program.end()
+    found: dict[str, Any] = {}
+    if exit_code is None:
+        found = {"failure": f"no answer within {limit:.0f} s"}
     lines = [
         line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)
     ]
     if lines and not found:
         found = json.loads(lines[-1].removeprefix(RESULT))
     elif not found:
-        found = {"failure": f"exit code {process.returncode}: see {log}"}
+        found = {"failure": f"exit code {exit_code}: see {log}"}
     return {"seconds": round(time.monotonic() - began, 1), **found}
 
 

@@ -1,7 +1,5 @@
 """Run one part in a separate process: `python -m r3async.tools.gpu_check.part OUT small|real
-MODULE:FUNCTION JSON OWNER`.
-
-It ends with the process OWNER.
+MODULE:FUNCTION JSON`.
 
 The last line of its output is a JSON object.
 """
@@ -35,18 +33,13 @@ def command(out: Path, small: bool, target: str, arguments: Mapping[str, Any]) -
         size,
         target,
         json.dumps(dict(arguments)),
-        str(os.getpid()),
     ]
 
 
-def main(out: str, size: str, target: str, arguments: str, owner: str) -> int:
-    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1.
-    Ends with the process `owner`."""
-    from r3async.world.kept_programs import exit_with_owner
-
+def main(out: str, size: str, target: str, arguments: str) -> int:
+    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1."""
     from .place import Place
 
-    exit_with_owner(int(owner))
     module, name = target.split(":")
     part = getattr(importlib.import_module(f"r3async.tools.gpu_check.{module}"), name)
     try:

@@ -159,6 +159,7 @@ def train(
     an update), `StoppedBeforeStep` and `CallbackFailed` are subclasses of `RunFailed`.
     """
     from r3async.actors.process import StoppedBeforeStep
+    from r3async.rollout.vllm.scratch import remove_abandoned
 
     request = request or StopRequest()
     heard = CallbackRunner(callbacks)
@@ -182,6 +183,9 @@ def train(
             if error is not heard.failure:
                 heard.end_run(error)
             raise
+        finally:
+            # A generator that is ended while it loads its engine leaves the engine's directory.
+            remove_abandoned()
 
 
 def _prepare_and_train(

@@ -102,6 +102,17 @@ def test_a_python_program_is_stopped_while_it_loads(start, tmp_path):
     wait_for_end(mark)
 
 
+def test_a_run_is_stopped_while_vllm_loads(start, tmp_path):
+    mark, _ = start
+    screen, home = tmp_path / "screen", Path(os.environ["TMPDIR"])
+    words = ["train", "quickstart", "--runs", str(tmp_path), "model.init.max_warm_steps=1", "model.init.warm_reward=0"]
+    with under_timeout([sys.executable, "-m", "r3async", *words], screen) as driver:
+        wait_for(lambda: any(home.glob("r3async-engine-*")), driver, screen)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(60) == 130, screen.read_text()
+    wait_for_end(mark)
+
+
 def test_no_process_of_a_run_outlives_a_command_that_is_killed(start, tmp_path):
     mark, commands = start
     screen = tmp_path / "screen"

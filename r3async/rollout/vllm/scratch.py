@@ -1,8 +1,8 @@
 """What an engine's processes leave on their host, by one name: a directory of sockets, semaphores
 and shared memory.
 
-Whoever owns the engine holds a lock on the directory. An owner that is killed leaves everything,
-and the next engine of the same user removes it.
+Whoever owns the engine holds a lock on the directory. An owner that is killed leaves everything.
+The command removes it when its run ends, or else the next engine of the same user on that host.
 """
 
 from __future__ import annotations

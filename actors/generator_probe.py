@@ -57,7 +57,7 @@ async def probe_generator(
             "prefix cache that older weights made. Do not train on this engine."
         )
     examine = (
-        f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when "
+        f"`r3async diagnose {config.name or 'latest'}` names the layer that differs first, when "
         "the run has ended."
     )
     temperature = config.episode.temperature

@@ -188,8 +188,8 @@ def diagnose(
     ] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Compare every stage of engine and learner on the same tokens; name the likely cause. Exit 1
-    if one diverges."""
+    """Compare every stage of engine and learner on the same tokens; name what differs first.
+    Exit 1 if a stage does."""
     import tempfile
 
     import msgspec

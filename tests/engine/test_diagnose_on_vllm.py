@@ -1,4 +1,4 @@
-"""`r3async diagnose` on real vLLM: planted faults are named, and a sound engine is left alone."""
+"""`r3async diagnose` on real vLLM: planted faults are located, and a sound engine is left alone."""
 
 import pytest
 import pytest_asyncio
@@ -10,7 +10,7 @@ from r3async.tools.diagnose.diagnosis import examine_outputs
 from r3async.tools.diagnose.reference import ReferenceModel
 from r3async.tools.diagnose.witnesses import observe_engine
 from tests.helpers import mismatches as hf
-from tests.helpers.engine import needs_fp8_cache, revive, started
+from tests.helpers.engine import revive, started
 from tests.helpers.engine_mismatches import IN_ENGINE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,12 +48,6 @@ async def engine(model):
         yield engine
 
 
-def check(partings, fault: hf.Fault) -> None:
-    assert partings, f"{fault.name}: nothing was found"
-    first = partings[0]
-    assert (first.stage, first.layers, first.explanations[0].cause) == fault[1:], partings
-
-
 async def seen(engine, reference, tensors, model, tmp_path):
     await revive(engine)  # it does not hold what it was given, but here all of it is loaded each time
     prompt = make_prompt(model, CONFIG, 264)
@@ -62,10 +56,10 @@ async def seen(engine, reference, tensors, model, tmp_path):
 
 
 @pytest.mark.parametrize("fault", IN_ENGINE, ids=lambda f: f.name.replace(" ", "-"))
-async def test_a_fault_in_vllm_is_named(engine, reference, tensors, model, tmp_path, fault):
+async def test_a_fault_in_vllm_is_located(engine, reference, tensors, model, tmp_path, fault):
     await engine._core.collective_rpc("r3_plant", args=(fault.name,))
     try:
-        check(await seen(engine, reference, tensors, model, tmp_path), fault)
+        hf.check_first(await seen(engine, reference, tensors, model, tmp_path), fault)
     finally:
         await engine._core.collective_rpc("r3_heal")
 
@@ -74,29 +68,21 @@ async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_p
     assert await seen(engine, reference, tensors, model, tmp_path) == []
 
 
-@needs_fp8_cache
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
-async def test_a_quantised_cache_of_vllm_is_named(reference, tensors, model, tmp_path, dtype):
-    async with started(model, kv_cache_dtype=dtype) as engine:
-        side = await observe_engine(engine, CONFIG, tensors, make_prompt(model, CONFIG, 264), tmp_path)
-    check(examine_outputs(reference, side.outputs), hf.Fault(dtype, "attention", [0, 1, 2], "quantised cache"))
-
-
-async def test_keys_of_older_weights_in_the_prefix_cache_are_named(
+async def test_keys_of_older_weights_in_the_prefix_cache_are_reported(
     engine, reference, tensors, model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(engine, "_build_cache_salt", lambda: "one salt for all versions")
-    check(
+    hf.check_first(
         await seen(engine, reference, tensors, model, tmp_path),
-        hf.Fault("", "sampling", [-1], "stale prefix cache"),
+        hf.Fault("", "sampling", [-1], "from a prefix cache that older weights made"),
     )
 
 
-async def test_columns_of_routes_that_are_read_as_other_layers_are_named(
+async def test_columns_of_routes_that_are_read_as_other_layers_are_reported(
     engine, reference, tensors, model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(engine, "_moe_layers", engine._moe_layers[::-1])
-    check(
+    hf.check_first(
         await seen(engine, reference, tensors, model, tmp_path),
-        hf.Fault("", "routes", [0, 2], "layer order"),
+        hf.Fault("", "routes", [0, 2]),
     )

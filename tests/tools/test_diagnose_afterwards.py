@@ -57,4 +57,4 @@ def test_a_large_model_is_left_to_the_person(tmp_path, kept, monkeypatch):
     with (kept / "model.safetensors").open("wb") as file:
         file.truncate(afterwards.MAX_WEIGHT_BYTES + 1)
     (line,) = said(tmp_path)
-    assert "names the layer and the likely cause" in line
+    assert "names the layer that differs first" in line

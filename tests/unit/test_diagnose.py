@@ -1,4 +1,4 @@
-"""`r3async diagnose` without an engine: faults planted in both learners are named, sound ones of any model are left alone."""
+"""`r3async diagnose` without an engine: faults planted in both learners are located, sound ones of any model are left alone."""
 
 import contextlib
 import json
@@ -6,11 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
-from r3async.tools.diagnose.attention import _truncate_to_dtype
 from r3async.tools.diagnose.diagnosis import examine_outputs
 from r3async.tools.diagnose.reference import ReferenceModel
 from r3async.tools.diagnose.tokens import check_tokens, count_untrained_ends
@@ -48,23 +46,17 @@ def learner(request, model):
         yield learner
 
 
-def check(partings, fault: hf.Fault) -> None:
-    assert partings, f"{fault.name}: nothing was found"
-    first = partings[0]
-    assert (first.stage, first.layers, first.explanations[0].cause) == fault[1:], partings
-
-
 @pytest.mark.parametrize("number", range(len(hf.IN_TORCH)))
-def test_a_fault_in_a_learner_is_named(learner, reference, model, number):
+def test_a_fault_in_a_learner_is_located(learner, reference, model, number):
     fault = (hf.IN_TORCH if learner.name == "torch" else hf.IN_MEGATRON)[number]
     with hf.planted(learner, fault.name):
-        check(found(learner, model, settings(learner.name), reference), fault)
+        hf.check_first(found(learner, model, settings(learner.name), reference), fault)
 
 
-def test_another_dtype_than_the_settings_say_is_named(learners, reference, model):
+def test_another_dtype_than_the_settings_say_is_reported(learners, reference, model):
     learner = learners(settings("torch", "bfloat16"), model, frozen=True)
     (only,) = examine_outputs(reference, observe_learner(learner, tokens(), [], settings("torch")))
-    assert (only.stage, only.explanations[0].cause) == ("dtype", "dtype")
+    assert (only.stage, only.evidence) == ("dtype", "it computes in bfloat16; its settings say float32")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("torch", "bfloat16"), ("megatron", "float32")])
@@ -77,16 +69,7 @@ def test_a_sound_learner_is_left_alone(learners, tmp_path, variant, backend, dty
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_is_cut_to_8_bits_is_the_nearest_number_that_is_no_further_from_zero(dtype):
-    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    every = every[every.isfinite()].unique()
-    given = torch.randn(10_000, generator=torch.Generator().manual_seed(1)) * 10 ** torch.linspace(-6, 2, 10_000)
-    expected = torch.stack([every[(every.abs() <= x.abs()) & (every * x >= 0)].abs().max() * x.sign() for x in given])
-    assert torch.equal(_truncate_to_dtype(given, dtype), expected)
-
-
-def test_another_chat_template_and_other_ends_are_named(model, tmp_path):
+def test_another_chat_template_and_other_ends_are_reported(model, tmp_path):
     start, other = (shutil.copytree(model, tmp_path / name) for name in ("start", "model"))
     for path in (start, other):
         (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -94,8 +77,9 @@ def test_another_chat_template_and_other_ends_are_named(model, tmp_path):
     (other / "chat_template.jinja").write_text(TEMPLATE.replace("}}{%", "}};{%"))
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 7]}))
     template, ends = check_tokens(start, other)
-    assert (template.explanations[0].cause, ends.explanations[0].cause) == ("template", "end of sequence")
-    assert "[7, 256, 257]" in ends.explanations[0].evidence
+    assert (template.stage, ends.stage) == ("tokens", "tokens")
+    assert "the first difference is at" in template.evidence
+    assert "[7, 256, 257]" in ends.evidence
 
 
 def test_an_end_that_was_sampled_and_is_not_trained_is_counted():

@@ -33,7 +33,7 @@ def diagnose_failed_run(
         return
     by_hand = f"`r3async diagnose {run}`, on a host of its engines"
     if sum(file.stat().st_size for file in kept.glob("*.safetensors")) > MAX_WEIGHT_BYTES:
-        print_line(f"{by_hand}, names the layer and the likely cause")
+        print_line(f"{by_hand}, names the layer that differs first")
         return
     show_phase("diagnosing the version that the probe failed with")
     command = [sys.executable, "-m", "r3async", "diagnose", str(run)]

@@ -198,6 +198,6 @@ def run_diagnosis(
         mean_difference=float(difference.mean()),
         max_difference=float(difference.max()),
         stages=len(side.outputs.tensors) + len(mine.tensors),
-        partings=compare_sides(reference, side.outputs, mine, before),
+        divergences=compare_sides(reference, side.outputs, mine, before),
         seconds=time.monotonic() - began,
     )

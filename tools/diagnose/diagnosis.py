@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .around import check_dtype, check_routes, check_sampling, check_weights
-from .causes import explain_case
+from .beyond_stages import check_dtype, check_routes, check_sampling, check_weights
 from .judge import Divergence, StageOutputs, find_divergent_stages, merge_cases
 from .reference import ReferenceModel
 
@@ -19,7 +18,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     each with its own routing.
 
     Attributes:
-        partings: Divergences in the order of computation, the engine's first.
+        divergences: Divergences in the order of computation, the engine's first.
     """
 
     model: str
@@ -28,17 +27,17 @@ class Diagnosis(msgspec.Struct, frozen=True):
     mean_difference: float
     max_difference: float
     stages: int
-    partings: list[Divergence]
+    divergences: list[Divergence]
     seconds: float = 0.0
 
     @property
     def is_consistent(self) -> bool:
-        return not self.partings
+        return not self.divergences
 
 
 def examine_outputs(reference: ReferenceModel, outputs: StageOutputs) -> list[Divergence]:
     """Find where a witness diverges from the files."""
-    stages = merge_cases(list(find_divergent_stages(reference, outputs)), explain_case)
+    stages = merge_cases(list(find_divergent_stages(reference, outputs)), outputs)
     found = [
         *check_dtype(outputs),
         *stages,
@@ -78,13 +77,14 @@ def describe_diagnosis(done: Diagnosis) -> str:
     ]
     if done.is_consistent:
         return "\n".join([*lines, "sound: every stage of both is the files', but for rounding"])
-    for number, each in enumerate(done.partings):
-        off = "" if each.stage in ("dtype", "weights", "tokens", "mask") else _format_error(each)
-        lines.append(f"{'PARTED' if not number else 'and'}: {each.witness}, {each.location}{off}")
-        for rank, why in enumerate(each.explanations[:3]):
-            lines.append(f"  {'cause' if not rank else 'or'}: {why.cause}: {why.evidence}")
-            if not rank:
-                lines.append(f"  fix: {why.fix}")
+    for number, each in enumerate(done.divergences):
+        off = _format_error(each) if each.error else ""
+        lines.append(f"{'then' if number else 'PARTED'}: {each.witness}, {each.location}{off}")
+        lines.append(f"  compared: {each.compared}")
+        if each.evidence:
+            lines.append(f"  seen: {each.evidence}")
+        if each.hint:
+            lines.append(f"  hint: {each.hint}")
     return "\n".join(lines)
 
 

@@ -1,16 +1,16 @@
-"""Find the stages of a witness that diverge from the files by more than rounding, and
-their explanations."""
+"""Find the stages of a witness that diverge from the files by more than rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor
 
-from .reference import MODEL_STAGES, ReferenceModel, StageTrial
+from .reference import MODEL_STAGES, ReferenceModel, StageInput
 
 ROUNDING_FACTOR = 4.0
 """Factor on the difference that the witness's dtype alone causes, below which it is rounding.
@@ -62,38 +62,30 @@ class SampledTokens:
     routes: Tensor | None = None
 
 
-class Explanation(msgspec.Struct, frozen=True):
-    """A possible explanation of a divergence.
-
-    Attributes:
-        left: The remaining share of the difference if `cause` holds.
-    """
-
-    cause: str
-    evidence: str
-    fix: str
-    left: float
-
-
 class Divergence(msgspec.Struct, frozen=True):
     """A stage that computes differently from the files.
 
     Attributes:
         layers: The layers concerned; -1 for a stage outside the layers.
-        error: Error of the worst token of the first of them: relative, or in nats.
+        compared: What was compared with what.
+        error: Error of the worst token of the first layer: relative, or in nats; 0 if the
+            comparison is of equality.
         tolerance: The error that rounding explains.
-        explanations: Possible explanations, the likeliest first.
+        tokens: Share of the tokens that differ.
+        evidence: Facts that narrow it down: tensors, tokens, experts.
+        hint: What to look at, or to do.
     """
 
     witness: str
     stage: str
     layers: list[int]
-    error: float
-    tolerance: float
-    tokens: float
-    """Share of the tokens that differ."""
+    compared: str
+    error: float = 0.0
+    tolerance: float = 0.0
+    tokens: float = 1.0
     unit: str = "relative"
-    explanations: list[Explanation] = []
+    evidence: str = ""
+    hint: str = ""
 
     @property
     def location(self) -> str:
@@ -103,58 +95,28 @@ class Divergence(msgspec.Struct, frozen=True):
         return f"{self.stage} of layer{'s' if len(self.layers) > 1 else ''} {some}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class DivergentStage:
-    """A stage of a layer that diverges; see `StageTrial` for its inputs.
+    """A stage of one layer that diverges.
 
     Attributes:
-        output: The output of the witness.
-        expected: The output of the files.
+        token_errors: Error of each token, float32 `[T]`.
+        expert_ids: int64 `[T, K]`, the experts that the witness chose, for a mixture.
     """
 
-    reference: ReferenceModel
-    outputs: StageOutputs
     layer: int
     stage: str
-    input: Tensor
-    output: Tensor
-    expected: Tensor
+    token_errors: Tensor
     tolerance: float
     expert_ids: Tensor | None = None
-    gates: Tensor | None = None
-    token_errors: Tensor = field(default_factory=lambda: torch.zeros(0))
-    token_ids: Tensor | None = None
-    """Token ids, if they are not the witness's."""
 
     @property
-    def max_error(self) -> float:
-        return float(self.token_errors.max())
+    def is_divergent(self) -> bool:
+        return bool(self.differing_tokens.any())
 
-    def make_trial(self) -> StageTrial:
-        trial = _make_trial(
-            self.reference,
-            self.outputs,
-            self.layer,
-            self.stage,
-            self.input,
-            self.expert_ids,
-            self.gates,
-        )
-        if self.token_ids is not None:
-            trial.token_ids = self.token_ids
-        return trial
-
-    def compute_remaining_error(self, change: Callable[[StageTrial], object]) -> float:
-        """Return the error that remains after `change`; infinite if the stage cannot be
-        changed this way."""
-        trial = self.make_trial()
-        try:
-            change(trial)
-            result = trial.compute_output()
-        except (RuntimeError, AttributeError, LookupError, TypeError, ValueError):
-            # This model has no such thing.
-            return float("inf")
-        return float(measure_errors(result, self.output, self.stage).max())
+    @property
+    def differing_tokens(self) -> Tensor:
+        return self.token_errors > self.tolerance
 
 
 def measure_errors(expected: Tensor, output: Tensor, stage: str) -> Tensor:
@@ -179,73 +141,45 @@ ERROR_UNITS = {"head": "nats", "choice": "of a score"}
 LOGPROB_STAGES = ("head", "sampling")
 
 
-def _make_trial(
-    reference: ReferenceModel,
-    outputs: StageOutputs,
-    layer: int,
-    stage: str,
-    input: Tensor,
-    expert_ids: Tensor | None,
-    gates: Tensor | None,
-) -> StageTrial:
-    trial = reference.make_trial(layer, stage, input, outputs.token_ids, expert_ids)
-    if gates is not None:
-        trial.change_gates = lambda _: gates
-    return trial
-
-
 def find_divergent_stages(
     reference: ReferenceModel, outputs: StageOutputs
 ) -> Iterator[DivergentStage]:
     """Yield the divergent stages in the order in which they are computed."""
+    for case in _compare_stages(reference, outputs):
+        if case is not None and case.is_divergent:
+            yield case
+
+
+def _compare_stages(
+    reference: ReferenceModel, outputs: StageOutputs
+) -> Iterator[DivergentStage | None]:
     seen = outputs.tensors
-    before = None
-    case = None
-    case = _compare_stage(reference, outputs, -1, "embedding", outputs.token_ids, "embedding.out")
-    if case is not None:
-        yield case
+    yield _compare_stage(reference, outputs, -1, "embedding", outputs.token_ids, "embedding.out")
     stream = seen.get("embedding.out")
+    before = None
     for layer in range(reference.layers):
         gates: Tensor | None = None
         for stage in ("input_norm", "attention", "post_norm", "router", "choice", "mlp"):
             name = f"{layer}.{stage}"
-            if stage.endswith("norm"):
-                case = _compare_residual(reference, outputs, layer, stage, stream, before)
-                if case:
-                    yield case
             if stage == "choice":
-                case = _compare_choice(reference, outputs, layer)
-            else:
-                inputs = seen.get(f"{layer}.mlp.in" if stage == "router" else f"{name}.in")
-                given = gates if stage == "mlp" else None
-                case = (
-                    None
-                    if inputs is None
-                    else _compare_stage(
-                        reference, outputs, layer, stage, inputs, f"{name}.out", given
-                    )
-                )
-            if stage == "router" and case is not None:
+                yield _compare_choice(reference, outputs, layer)
+                continue
+            if stage.endswith("norm"):
+                yield _compare_residual(outputs, layer, stage, stream, before)
+                stream = seen.get(f"{name}.in")
+            inputs = seen.get(f"{layer}.mlp.in" if stage == "router" else f"{name}.in")
+            given = gates if stage == "mlp" else None
+            case = _compare_stage(reference, outputs, layer, stage, inputs, f"{name}.out", given)
+            if stage == "router" and case is not None and case.is_divergent:
                 # Effects of its scores are not a further fault.
                 gates = seen.get(f"{layer}.gates.out")
-            if case is not None:
-                yield case
-            if stage.endswith("norm"):
-                stream = seen.get(f"{name}.in")
-            elif stage in ("attention", "mlp"):
+            yield case
+            if stage in ("attention", "mlp"):
                 before = seen.get(f"{name}.out")
-    case = _compare_residual(reference, outputs, -1, "final_norm", stream, before)
-    if case:
-        yield case
-    if "final_norm.in" in seen:
-        case = _compare_stage(
-            reference, outputs, -1, "final_norm", seen["final_norm.in"], "final_norm.out"
-        )
-        if case is not None:
-            yield case
-        case = _compare_stage(reference, outputs, -1, "head", seen["final_norm.out"], "")
-        if case is not None:
-            yield case
+    yield _compare_residual(outputs, -1, "final_norm", stream, before)
+    final = seen.get("final_norm.in")
+    yield _compare_stage(reference, outputs, -1, "final_norm", final, "final_norm.out")
+    yield _compare_stage(reference, outputs, -1, "head", seen.get("final_norm.out"), "")
 
 
 def _compare_stage(
@@ -253,50 +187,26 @@ def _compare_stage(
     outputs: StageOutputs,
     layer: int,
     stage: str,
-    input: Tensor,
+    input: Tensor | None,
     name: str,
     gates: Tensor | None = None,
 ) -> DivergentStage | None:
     y = outputs.tensors.get(name) if name else outputs.logprobs
     has_router = layer in reference.moe_layers
-    if y is None or (stage == "router" and not has_router):
+    if input is None or y is None or (stage == "router" and not has_router):
         return None
     ids = outputs.tensors.get(f"{layer}.choice.out") if stage == "mlp" and has_router else None
-
-    def result(dtype: str) -> Tensor:
-        trial = _make_trial(reference, outputs, layer, stage, input, ids, gates)
-        trial.dtype = getattr(torch, dtype)
-        return trial.compute_output()
-
-    expected = result("float32")
+    given = StageInput(layer, stage, input, outputs.token_ids, ids, gates)
+    expected = reference.compute_stage(given)
     tolerance = MIN_TOLERANCE
     if outputs.dtype != "float32":
-        tolerance += ROUNDING_FACTOR * float(
-            measure_errors(expected, result(outputs.dtype), stage).max()
-        )
-    case = DivergentStage(
-        reference,
-        outputs,
-        layer,
-        stage,
-        input,
-        y,
-        expected,
-        tolerance,
-        ids,
-        gates,
-        measure_errors(expected, y, stage),
-    )
-    return case if case.max_error > tolerance else None
+        rounded = reference.compute_stage(given, getattr(torch, outputs.dtype))
+        tolerance += ROUNDING_FACTOR * float(measure_errors(expected, rounded, stage).max())
+    return DivergentStage(layer, stage, measure_errors(expected, y, stage), tolerance, ids)
 
 
 def _compare_residual(
-    reference: ReferenceModel,
-    outputs: StageOutputs,
-    layer: int,
-    stage: str,
-    stream: Tensor | None,
-    added: Tensor | None,
+    outputs: StageOutputs, layer: int, stage: str, stream: Tensor | None, added: Tensor | None
 ) -> DivergentStage | None:
     """Check that the input of a norm is the residual stream before it plus the output of the
     stage before it."""
@@ -307,11 +217,7 @@ def _compare_residual(
     expected = stream if added is None else stream + added
     dtype = getattr(torch, outputs.dtype)
     tolerance = MIN_TOLERANCE + ROUNDING_FACTOR * torch.finfo(dtype).eps * (dtype != torch.float32)
-    found = measure_errors(expected, y, "residual")
-    case = DivergentStage(
-        reference, outputs, layer, "residual", stream, y, expected, tolerance, token_errors=found
-    )
-    return case if case.max_error > tolerance else None
+    return DivergentStage(layer, "residual", measure_errors(expected, y, "residual"), tolerance)
 
 
 def _compare_choice(
@@ -338,32 +244,115 @@ def _compare_choice(
     flipped = float((missing > tolerance).float().mean())
     if flipped <= (0.0 if exact else MAX_FLIPPED_SHARE):
         return None
-    return DivergentStage(
-        reference, outputs, layer, "choice", x, ids, best, tolerance, ids, token_errors=missing
-    )
+    return DivergentStage(layer, "choice", missing, tolerance, ids)
 
 
-def merge_cases(
-    cases: Sequence[DivergentStage], explain: Callable[[DivergentStage], list[Explanation]]
-) -> list[Divergence]:
+_OWN_INPUT = "the output for its own input, with what the files compute of the same input"
+_COMPARISONS = {
+    "residual": "the input of a norm, with the residual stream before it plus what was added",
+    "choice": "the chosen experts, with the best by the router's scores from the files",
+    "head": (
+        "the log-probs, with those that the files' output matrix computes of its hidden states"
+    ),
+}
+
+_CONFIG_HINT = "config.json and generator.engine_args.hf_overrides"
+_NAMES_HINT = "the names and the order of tensors where the checkpoint is loaded"
+_NORM_HINT = f"epsilon and form of the norm in {_CONFIG_HINT}; {_NAMES_HINT}"
+_HINTS = {
+    "embedding": "a scale of embeddings in config.json; token ids that are shifted",
+    "input_norm": _NORM_HINT,
+    "post_norm": _NORM_HINT,
+    "final_norm": _NORM_HINT,
+    "attention": (
+        "generator.engine_args.kv_cache_dtype; rope, window, scale and norms of queries and keys "
+        f"in {_CONFIG_HINT}; {_NAMES_HINT}"
+    ),
+    "router": f"rows of the router that are permuted; {_NAMES_HINT}",
+    "choice": "n_group, topk_group and e_score_correction_bias of both; routes of other layers",
+    "mlp": (
+        "quantisation; the form of the gates, shared experts and activation in "
+        f"{_CONFIG_HINT}; {_NAMES_HINT}"
+    ),
+    "head": "the temperature of log-probs; tie_word_embeddings; logit scale or soft cap",
+}
+"""What to look at where a stage diverges and no tensor of it is stale."""
+
+STALE_HINT = (
+    "weights did not arrive as they were published: restart that engine, see "
+    "weights.probe_every, and compare the names that it loads by"
+)
+
+
+def merge_cases(cases: Sequence[DivergentStage], outputs: StageOutputs) -> list[Divergence]:
     """Merge the cases of each stage into one, ordered by the first case of each, which is the one
-    that is explained."""
+    that is described."""
     by_stage: dict[str, list[DivergentStage]] = {}
     for case in cases:
         by_stage.setdefault(case.stage, []).append(case)
-    return [
-        Divergence(
-            witness=first.outputs.name,
-            stage=stage,
-            layers=[c.layer for c in some]
-            if stage not in MODEL_STAGES and first.layer >= 0
-            else [-1],
-            error=first.max_error,
-            tolerance=first.tolerance,
-            tokens=float((first.token_errors > first.tolerance).float().mean()),
-            unit=ERROR_UNITS.get(stage, "relative"),
-            explanations=explain(first),
-        )
-        for stage, some in by_stage.items()
-        for first in some[:1]
+    return [_describe_stage(some, outputs) for some in by_stage.values()]
+
+
+def _describe_stage(cases: Sequence[DivergentStage], outputs: StageOutputs) -> Divergence:
+    first = cases[0]
+    bad = first.differing_tokens
+    evidence = f"{int(bad.sum())} of {len(bad)} tokens differ, the first at {int(bad.nonzero()[0])}"
+    blamed = _find_bad_experts(first)
+    if blamed:
+        evidence += f"; those of experts {', '.join(map(str, blamed[:8]))}, and no others"
+    hint = _HINTS.get(first.stage, "")
+    stale = [
+        name for name in outputs.stale_tensors if locate_tensor(name) == (first.layer, first.stage)
     ]
+    if stale:
+        evidence += f"; not held as they were given: {', '.join(stale[:3])}"
+        hint = STALE_HINT
+    return Divergence(
+        witness=outputs.name,
+        stage=first.stage,
+        layers=[-1] if first.stage in MODEL_STAGES else [case.layer for case in cases],
+        compared=_COMPARISONS.get(first.stage, _OWN_INPUT),
+        error=float(first.token_errors.max()),
+        tolerance=first.tolerance,
+        tokens=float(bad.float().mean()),
+        unit=ERROR_UNITS.get(first.stage, "relative"),
+        evidence=evidence,
+        hint=hint,
+    )
+
+
+def _find_bad_experts(case: DivergentStage) -> list[int]:
+    """Return the experts of a mixture all of whose tokens differ, if their tokens are all that
+    differ, and others do not; else an empty list."""
+    bad = case.differing_tokens
+    if case.stage != "mlp" or case.expert_ids is None or bool(bad.all()):
+        return []
+    blamed = [
+        e
+        for e in case.expert_ids.unique().tolist()
+        if bool(bad[(case.expert_ids == e).any(1)].all())
+    ]
+    covered = torch.isin(case.expert_ids, torch.tensor(blamed)).any(1)
+    return blamed if blamed and bool((covered == bad).all()) else []
+
+
+_STAGE_PATTERNS = (
+    (r"(self_attn|self_attention)\.", "attention"),
+    (r"input_layernorm", "input_norm"),
+    (r"post_attention_layernorm", "post_norm"),
+    (r"(mlp|block_sparse_moe)\.gate\.(?!.*bias)", "router"),
+    (r"e_score_correction_bias", "choice"),
+    (r"(mlp|block_sparse_moe)\.", "mlp"),
+    (r"embed_tokens", "embedding"),
+    (r"lm_head", "head"),
+    (r"model\.norm\.", "final_norm"),
+)
+
+
+def locate_tensor(tensor: str) -> tuple[int, str]:
+    """Return the layer and stage of a checkpoint tensor; the layer is -1 outside the layers."""
+    layer = re.search(r"layers\.(\d+)\.", tensor)
+    stage = next(
+        (stage for pattern, stage in _STAGE_PATTERNS if re.search(pattern, tensor)), "weights"
+    )
+    return (int(layer[1]) if layer else -1), stage

@@ -1,16 +1,14 @@
-"""The reference model of the files: each stage in float32 with transformers, changed as a
-hypothesis says."""
+"""The reference model of the files: each stage in float32 with transformers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from r3async.data.model_shape import ModelShapeError, RoutingShape, read_moe_layers
 from r3async.learner import LearnerError
@@ -18,104 +16,35 @@ from r3async.learner.torch.described import read_model_config
 from r3async.learner.torch.routers import TopKInterceptor, is_expert_choice
 
 
-@dataclass
-class StageTrial:
-    """One layer of the files, for a hypothesis to change, with the input that a witness fed
-    into a stage of it.
+@dataclass(frozen=True)
+class StageInput:
+    """What a witness fed into a stage of a layer.
 
     Attributes:
-        input: `[T, hidden]`.
+        layer: -1 for a stage outside the layers.
+        input: `[T, hidden]`; token ids `[T]` for the embedding.
         token_ids: int64 `[T]`.
         expert_ids: int64 `[T, K]`, the experts that the witness chose.
-        change_gates: Maps the gates `[T, K]` of the files to other gates.
-        map_experts: Maps each expert to the one that computes in its place.
-        dtype: The dtype of the computation.
+        gates: `[T, K]`, its gates, if those of the files are not to be used.
+        temperature: Divides the logits of the head.
     """
 
+    layer: int
     stage: str
-    layer: Any
-    rotary: Any
-    reference: ReferenceModel
     input: Tensor
     token_ids: Tensor
     expert_ids: Tensor | None = None
-    mask: Tensor = field(default_factory=lambda: torch.zeros(0))
-    change_gates: Callable[[Tensor], Tensor] = lambda gates: gates
-    map_experts: Callable[[Tensor], Tensor] = lambda ids: ids
+    gates: Tensor | None = None
     temperature: float = 1.0
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def module(self) -> Any:
-        """The module of the stage."""
-        names = {
-            "input_norm": "input_layernorm",
-            "attention": "self_attn",
-            "post_norm": "post_attention_layernorm",
-        }
-        if self.stage == "router":
-            return get_router(self.layer.mlp)
-        return (
-            self.layer
-            if self.stage in MODEL_STAGES
-            else getattr(self.layer, names.get(self.stage, "mlp"))
-        )
-
-    @torch.no_grad()
-    def compute_output(self) -> Tensor:
-        """Compute the output of the stage, as float32."""
-        self.layer.to(self.dtype)
-        x = self.input if self.stage == "embedding" else self.input.to(self.dtype)
-        compute = {
-            "attention": self._run_attention,
-            "mlp": self._run_mlp,
-            "router": self._run_router,
-            "head": self._run_head,
-        }
-        out: Tensor = compute.get(self.stage, self.module)(x)
-        return out.float()
-
-    def _run_attention(self, x: Tensor) -> Tensor:
-        positions = torch.arange(len(x))[None]
-        turns = self.rotary(x[None], positions)
-        out: Tensor = self.layer.self_attn(
-            hidden_states=x[None],
-            position_embeddings=turns,
-            position_ids=positions,
-            attention_mask=self.mask.to(self.dtype)[None, None],
-        )[0][0]
-        return out
-
-    def _run_router(self, x: Tensor) -> Tensor:
-        logits: Tensor = get_router(self.layer.mlp)(x)[0]
-        return logits
-
-    def _run_mlp(self, x: Tensor) -> Tensor:
-        mlp = self.layer.mlp
-        if self.expert_ids is not None:
-            router = get_router(mlp)
-            with _ForcedTopK(self.reference.routing, self.expert_ids):
-                logits, gates, _ = router(x)
-            chosen = (logits, self.change_gates(gates), self.map_experts(self.expert_ids))
-            router.forward = lambda *_: chosen
-        out: Tensor = mlp(x[None])[0]
-        return out
-
-    def _run_head(self, x: Tensor) -> Tensor:
-        """Compute the log-prob of each token after the first, `[T - 1]`, from `x` `[T, hidden]`
-        after the last norm."""
-        logits = self.layer(x[:-1]).float() / self.temperature
-        return torch.log_softmax(logits, -1).gather(1, self.token_ids[1:, None])[:, 0]
 
 
-_NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
 STAGE_MODULES = {
-    "input_norm": _NORM_MODULES,
-    "post_norm": _NORM_MODULES,
-    "attention": ("self_attn",),
-    "mlp": ("mlp",),
+    "input_norm": "input_layernorm",
+    "attention": "self_attn",
+    "post_norm": "post_attention_layernorm",
+    "mlp": "mlp",
 }
-"""Names of the modules of a layer that each stage needs."""
+"""Name of the module of a layer for each stage."""
 MODEL_STAGES = ("embedding", "final_norm", "head")
 """Stages outside the layers."""
 
@@ -143,53 +72,59 @@ class ReferenceModel:
             # Of many kinds: files, their headers, names, shapes, an unknown model type.
             raise LearnerError(f"transformers cannot load {directory}: {error}") from error
         self._base: Any = self._model.base_model
-        self.config: Any = self._model.config
         self.layers = len(self._base.layers)
 
-    @property
-    def is_tied(self) -> bool:
-        """True if the output matrix is the embedding."""
-        head: Tensor = self._model.get_output_embeddings().weight
-        return head.data_ptr() == self.embedding_weight.data_ptr()
+    @torch.no_grad()
+    def compute_stage(self, given: StageInput, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Compute the output of a stage in `dtype`; return it as float32."""
+        module = self._copy_module(given.layer, given.stage).to(dtype)
+        x = given.input if given.stage == "embedding" else given.input.to(dtype)
+        if given.stage == "attention":
+            out: Tensor = self._run_attention(module, x)
+        elif given.stage == "mlp":
+            out = self._run_mlp(module, x, given)
+        elif given.stage == "router":
+            out = module(x)[0]
+        elif given.stage == "head":
+            out = _score_tokens(module, x, given)
+        else:
+            out = module(x)
+        return out.float()
 
-    @property
-    def embedding_weight(self) -> Tensor:
-        weight: Tensor = self._model.get_input_embeddings().weight
-        return weight
+    def _run_attention(self, attention: Any, x: Tensor) -> Tensor:
+        positions = torch.arange(len(x))[None]
+        mask = _make_causal_mask(len(x), getattr(attention, "sliding_window", None))
+        out: Tensor = attention(
+            hidden_states=x[None],
+            position_embeddings=self._base.rotary_emb(x[None], positions),
+            position_ids=positions,
+            attention_mask=mask.to(x.dtype)[None, None],
+        )[0][0]
+        return out
 
-    def copy_module(self, layer: int, stage: str) -> Any:
-        """Return a float32 copy to change: the module of a stage, or the part of a layer that
-        the stage needs."""
-        outside = {
-            "embedding": self._model.get_input_embeddings,
-            "final_norm": lambda: self._base.norm,
-            "head": self._model.get_output_embeddings,
-        }
-        # Copied with its configuration, which determines how attention is computed.
-        if stage in outside:
-            return copy.deepcopy(outside[stage]()).float()
-        whole: Any = self._base.layers[layer]
-        part: Any = nn.Module()
-        if stage == "router":
-            part.mlp = nn.Module()
-            part.mlp.gate = copy.deepcopy(get_router(whole.mlp)).float()
-            return part
-        for name in STAGE_MODULES[stage]:
-            setattr(part, name, copy.deepcopy(getattr(whole, name)).float())
-        return part
+    def _run_mlp(self, mlp: Any, x: Tensor, given: StageInput) -> Tensor:
+        if given.expert_ids is not None:
+            router = _get_router(mlp)
+            with _ForcedTopK(self.routing, given.expert_ids):
+                logits, gates, _ = router(x)
+            chosen = (logits, gates if given.gates is None else given.gates, given.expert_ids)
+            router.forward = lambda *_: chosen
+        out: Tensor = mlp(x[None])[0]
+        return out
 
-    def make_trial(
-        self, layer: int, stage: str, input: Tensor, token_ids: Tensor, expert_ids: Tensor | None
-    ) -> StageTrial:
-        rotary = copy.deepcopy(self._base.rotary_emb) if stage == "attention" else nn.Identity()
-        trial = StageTrial(
-            stage, self.copy_module(layer, stage), rotary, self, input, token_ids, expert_ids
-        )
-        if stage == "attention":
-            trial.mask = make_causal_mask(
-                len(input), getattr(trial.layer.self_attn, "sliding_window", None)
-            )
-        return trial
+    def _copy_module(self, layer: int, stage: str) -> Any:
+        """Return a float32 copy of the module of a stage, to cast and to change."""
+        if stage == "embedding":
+            module = self._model.get_input_embeddings()
+        elif stage == "final_norm":
+            module = self._base.norm
+        elif stage == "head":
+            module = self._model.get_output_embeddings()
+        elif stage == "router":
+            module = _get_router(self._base.layers[layer].mlp)
+        else:
+            module = getattr(self._base.layers[layer], STAGE_MODULES[stage])
+        return copy.deepcopy(module).float()
 
     @torch.no_grad()
     def choose_experts(
@@ -199,17 +134,24 @@ class ReferenceModel:
 
         Return the scores that it chooses by, float32 `[T, experts]`, and the chosen experts.
         """
-        router = get_router(self.copy_module(layer, "router").mlp).to(dtype)
+        router = self._copy_module(layer, "router").to(dtype)
         with _ObservedTopK(self.routing) as seen:
             ids = router(input.to(dtype))[2]
         return seen.scores.float(), ids
 
 
-def get_router(mlp: Any) -> Any:
+def _get_router(mlp: Any) -> Any:
     return getattr(mlp, "gate", None) or mlp.router
 
 
-def make_causal_mask(tokens: int, window: int | None) -> Tensor:
+def _score_tokens(head: Any, x: Tensor, given: StageInput) -> Tensor:
+    """Compute the log-prob of each token after the first, `[T - 1]`, from `x` `[T, hidden]`
+    after the last norm."""
+    logits = head(x[:-1]).float() / given.temperature
+    return torch.log_softmax(logits, -1).gather(1, given.token_ids[1:, None])[:, 0]
+
+
+def _make_causal_mask(tokens: int, window: int | None) -> Tensor:
     """Return a mask to add to scores, float32 `[T, T]`: a token sees itself and those before it,
     `window` in all."""
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)

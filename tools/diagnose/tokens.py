@@ -11,7 +11,7 @@ import numpy as np
 from r3async.data.tokens import TokenTable
 from r3async.envs import Message
 
-from .judge import Divergence, Explanation
+from .judge import Divergence
 
 TEST_CONVERSATION = (
     Message("system", "Answer."),
@@ -49,21 +49,24 @@ def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
                 f"first difference is at {at}: {theirs.decode(ids[0][at : at + 4])!r} and "
                 f"{ours.decode(ids[1][at : at + 4])!r}"
             )
-            yield _make_divergence(
+            yield Divergence(
+                "engine",
                 "tokens",
-                "template",
-                evidence,
-                "serve the model with the chat template and tokenizer it was trained with",
+                [-1],
+                compared="the chat template of both model directories, on one conversation",
+                evidence=evidence,
+                hint="serve the model with the chat template and tokenizer it was trained with",
             )
             break
     if set(theirs.stop_token_ids) != set(ours.stop_token_ids):
         ends = sorted(theirs.stop_token_ids), sorted(ours.stop_token_ids)
-        evidence = f"answers end with {ends[0]} in {start_model}, and with {ends[1]} in {model}"
-        yield _make_divergence(
+        yield Divergence(
+            "engine",
             "tokens",
-            "end of sequence",
-            evidence,
-            "compare eos_token_id in generation_config.json and the tokenizer of both",
+            [-1],
+            compared="the tokens that end an answer, of both model directories",
+            evidence=f"answers end with {ends[0]} in {start_model}, and with {ends[1]} in {model}",
+            hint="compare eos_token_id in generation_config.json and the tokenizer of both",
         )
 
 
@@ -84,15 +87,16 @@ def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
     ]
     masked, seen = count_untrained_ends(tables, ends)
     if masked:
-        evidence = (
-            f"in step {step.step} {masked} of {seen} answers end with a token that was sampled "
-            "and is not trained"
-        )
-        yield _make_divergence(
+        yield Divergence(
+            "engine",
             "mask",
-            "mask of the end",
-            evidence,
-            "the loss mask must cover the stop token: a policy learns there when to stop",
+            [-1],
+            compared="the loss mask of each answer's end, with that of the token before it",
+            evidence=(
+                f"in step {step.step} {masked} of {seen} answers end with a token that was sampled "
+                "and is not trained"
+            ),
+            hint="the loss mask must cover the stop token: a policy learns there when to stop",
         )
 
 
@@ -111,9 +115,3 @@ def count_untrained_ends(tables: list[TokenTable], ends: tuple[int, ...]) -> tup
         seen += int(trained[at - 1].sum())
         masked += int((trained[at - 1] & ~trained[at]).sum())
     return masked, seen
-
-
-def _make_divergence(stage: str, cause: str, evidence: str, fix: str) -> Divergence:
-    return Divergence(
-        "engine", stage, [-1], 1.0, 0.0, 1.0, explanations=[Explanation(cause, evidence, fix, 0.0)]
-    )

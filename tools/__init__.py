@@ -1,1 +1,1 @@
-"""The command-line tools: the commands, the live view of a run, and reports."""
+"""The command-line tools: the commands, the live lines of a run, and reports."""

@@ -195,9 +195,8 @@ def plan(
 def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
     follow: Annotated[bool, typer.Option(help="until the run ends, or only what there is")] = True,
-    plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
     patience: Annotated[
-        float, typer.Option(help="seconds without news after which lines end (exit 3)")
+        float, typer.Option(help="seconds without news after which it ends (exit 3)")
     ] = 1800.0,
     address: Annotated[
         str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")
@@ -207,17 +206,16 @@ def tail(
     ] = None,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1
-    if the run failed."""
+    """Watch a run: a line for each step, evaluation and warning. Exit 1 if the run failed."""
     from .inspect.run import InspectError, find_run
     from .tail.lines import tail_local
     from .tail.remote import RemoteError, tail_remote
 
     try:
         if address:
-            code = tail_remote(address, run, job=job, follow=follow, plain=plain, patience=patience)
+            code = tail_remote(address, run, job=job, follow=follow, patience=patience)
         else:
-            code = tail_local(find_run(run, runs), follow=follow, plain=plain, patience=patience)
+            code = tail_local(find_run(run, runs), follow=follow, patience=patience)
     except (InspectError, RemoteError) as error:
         _exit_with_error(str(error), 2)
     raise typer.Exit(code)

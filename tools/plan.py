@@ -236,7 +236,7 @@ def _plan_processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list
     learner = config.learner
     generator = config.generator
     out = [
-        ProcessPlan("driver", 1, 0, 0, "this command: the live view, sinks"),
+        ProcessPlan("driver", 1, 0, 0, "this command: its live lines, sinks"),
         ProcessPlan("conductor", 1, 0, 0, "leases, versions, metrics"),
     ]
     if p.world_size == 1:

@@ -8,7 +8,6 @@ from typing import Any
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.text import Text
 
 from r3async.world.process_output import escape_control_characters
 
@@ -31,10 +30,3 @@ class SafeConsole(Console):
 def echo_printable(text: Any = "", **options: Any) -> None:
     """Print text that may come from others, with control characters escaped."""
     typer.echo(escape_control_characters(str(text)), **options)
-
-
-def escape_text(text: Text) -> Text:
-    """Escape text for a display that is not a `SafeConsole`: unchanged if it is printable,
-    else in one style."""
-    plain = escape_control_characters(text.plain)
-    return text if plain == text.plain else Text(plain, text.style)

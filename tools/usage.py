@@ -27,6 +27,7 @@ REMOVED_OPTIONS = {
     "--capacity": _SPEED_ADVICE,
     "--calibrate": _SPEED_ADVICE,
     "--published": _SPEED_ADVICE,
+    "--plain": "`tail` prints plain lines everywhere; charts are in `report --serve`",
     "--pack": "pip brings r3async to a machine without an index (docs/gpu.md)",
 }
 """Options that are gone, with what serves in their place."""

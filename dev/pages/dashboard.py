@@ -122,7 +122,7 @@ def _make_target(number: int, expression: str, legend: str) -> dict[str, Any]:
 
 
 def _iter_stat_panels(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
-    """Yield a stat panel for each metric that the live view shows as a gauge."""
+    """Yield a stat panel for each metric that has a gauge."""
     width = 2 * PANEL_WIDTH // STATS_PER_ROW
     for number, metric in enumerate(shown):
         row, column = divmod(number, STATS_PER_ROW)

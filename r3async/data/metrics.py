@@ -52,7 +52,7 @@ class Metric(NamedTuple):
         combine: The value of a step from those of its updates; see `MetricCombination`.
         comparison_stats: Fields of `MetricStats` that a comparison of runs shows,
             separated by spaces.
-        gauge: The line of the live view that shows the metric.
+        gauge: Its short name in a dashboard of last values; empty if it is not in one.
         part_stats: Fields of `MetricStats` that a report shows for each part of the run,
             separated by spaces.
     """

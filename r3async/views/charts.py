@@ -55,8 +55,6 @@ class Chart(msgspec.Struct, frozen=True):
     """True for a fraction: the axis ends at 100 %."""
     shows_bound: bool = False
     """True to draw the bound on age that the schedule guarantees."""
-    target_setting: str = ""
-    """The setting that has the curve's target value."""
     is_performance: bool = False
     """True if it says where time goes, and not what is learnt."""
 
@@ -78,7 +76,6 @@ CHARTS = (
         "nats",
         "scientific",
         has_log_scale=True,
-        target_setting="algorithm.rollout_kl.target",
     ),
     Chart("Teacher", "KL(rollout ‖ teacher) of trained tokens", "nats"),
     Chart("Staleness", "versions between sampling a token and training it", shows_bound=True),

@@ -22,7 +22,6 @@ from r3async.record.routes import RouteFileError
 from r3async.tools.inspect.look import Inspection
 from r3async.tools.inspect.run import InspectError
 from r3async.tools.inspect.trajectories import TrajectoryFilter
-from r3async.tools.tail import view
 from r3async.tools.tail.lines import print_run_lines
 from r3async.views.episode_search import EpisodeQuery
 from r3async.views.follow import FollowedRun
@@ -166,15 +165,7 @@ def show_live(run: Path) -> str:
 def show_tail(run: Path) -> str:
     out = io.StringIO()
     print_run_lines(FollowedRun(run), out, follow=False)
-    followed = FollowedRun(run, clock=lambda: 2000.0)
-    followed.read_new()
-    screen = [
-        *view.render_header(followed, 100),
-        *view.render_overview(followed, 100),
-        *view.render_events(followed, 200, 40),
-    ]
-    screen += [*view.render_charts(followed, 80, 40), *view.render_metrics(followed, 100)]
-    return out.getvalue() + "\n".join(map(str, screen))
+    return out.getvalue()
 
 
 def show_inspected(run: Path) -> str:
@@ -259,7 +250,7 @@ def test_settings_that_cannot_be_read_are_told_once_and_are_not_taken_for_none(t
     for show in (show_report, show_live, show_tail):
         assert "file=config.toml" in show(run)
     followed = FollowedRun(run)
-    assert [[event["event"] for event in followed.read_new()[1]].count("lines_skipped") for _ in range(2)] == [1, 0]
+    assert [[event["event"] for event in followed.read_new().events].count("lines_skipped") for _ in range(2)] == [1, 0]
     assert summarize_run(run).warnings == before + 1
 
 

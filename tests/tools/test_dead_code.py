@@ -13,7 +13,6 @@ BY_OTHER_PACKAGES = {
     | {"dispatch_preprocess", "token_dispatch", "dispatch_postprocess"}
     | {"combine_preprocess", "token_combine", "combine_postprocess"},
     "vllm": {"log_engine_initialized", "record_sleep_state"},
-    "textual": {"action_hold", "action_show", "action_zoom", "compose", "on_mount", "on_resize"},
     "asyncio": {"get_debug"},
     "verifiers": {"launch"},
 }

@@ -115,7 +115,7 @@ def test_the_readmes_submit_works_after_a_local_run_for_a_person_who_has_set_not
             assert (tmp_path / "runs" / "job" / "model" / "config.json").is_file()
             listed = command("submit", "list", "--address", address)
             assert (listed.returncode, "name=job" in listed.stdout) == (0, True), listed.stdout + listed.stderr
-            watched = command("tail", "job", "--plain", "--address", address)
+            watched = command("tail", "job", "--address", address)
             assert watched.returncode == 0, watched.stdout + watched.stderr
             assert "job: finished after 1 steps" in watched.stdout
             fits = command("cluster", "quickstart", "--address", address)

@@ -21,13 +21,12 @@ from r3async.record.events import open_event_log
 from r3async.tools import cli
 from r3async.tools.submit import commands as submit_commands
 from r3async.tools.submit import jobs as submit
-from r3async.tools.tail.app import TailApp
 from r3async.tools.tail.lines import print_run_lines
 from r3async.tools.tail.live import LiveView
-from r3async.tools.terminal import SafeConsole, escape_text
+from r3async.tools.terminal import SafeConsole
 from r3async.views.follow import FollowedRun
 from r3async.world.process_output import clean_log_output, escape_control_characters
-from tests.tools.test_tail import screen, write_run
+from tests.tools.test_tail import write_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rdone\u202egnp.exe\x08\x7f\ud800"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\ud800-\udfff]")
@@ -93,16 +92,6 @@ def test_tail_line_by_line(tmp_path):
     assert print_run_lines(FollowedRun(hostile_run(tmp_path)), out, follow=False) == 1
     assert "\\u001b]0;owned" in out.getvalue()
     assert harmless(out.getvalue())
-
-
-async def test_tail_on_a_screen(tmp_path):
-    tail = TailApp(FollowedRun(hostile_run(tmp_path), clock=lambda: 1031.0))
-    async with tail.run_test(size=(200, 40)) as pilot:
-        await pilot.pause()
-        shown = "\n".join(screen(tail))
-    assert "owned" in shown
-    assert harmless(shown)
-    assert harmless(escape_text(Text(HOSTILE)).plain)
 
 
 def test_inspect(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from r3async.schedule.update_monitor import (
     explain_no_update,
 )
 from r3async.tools.tail.live import describe_step
-from r3async.tools.tail.view import render_overview
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import format_summary, summarize_run
 from tests.helpers.cli import printed
@@ -128,11 +127,3 @@ def test_a_run_without_any_update_is_not_called_trained_by_its_summary(tmp_path,
     followed.read_new()
     assert followed.status == status
     assert followed.has_ended
-
-
-def test_the_overview_shows_zero_variance_and_why_there_was_no_update(tmp_path):
-    for rows, words in (([GOOD], ("1 of 4", "groups")), ([GOOD, FLAT], ("4 of 4", "no update: zero variance"))):
-        run = FollowedRun(write_run(tmp_path / str(len(rows)), rows, stopped=False, updates=1))
-        run.read_new()
-        (line,) = [line.plain for line in render_overview(run, 120) if "zero variance " in line.plain]
-        assert all(word in line for word in words), line

@@ -1,5 +1,4 @@
-"""Show a run while it trains, on a terminal, or in a pipe with one plain line per
-step: `r3async tail`."""
+"""Show a run while it trains, one plain line per step: `r3async tail`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from r3async.views.follow import FollowedRun
 from r3async.views.summary import NOT_TRAINED, get_failure_key
 from r3async.world.process_output import escape_control_characters
 
-from .live import StepPace, describe_step
+from .live import StepPace, describe_evaluation, describe_step
 
 POLL_SECONDS = 0.5
 FAILED_EXIT_CODE = 1
@@ -23,22 +22,9 @@ SILENT_EXIT_CODE = 3
 reader was patient."""
 
 
-def tail_local(
-    run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0
-) -> int:
-    """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends.
-    Returns the exit code."""
-    run = FollowedRun(run_dir)
-    if (
-        not plain
-        and follow
-        and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    ):
-        from .app import TailApp
-
-        TailApp(run).run()
-        return 0
-    return print_run_lines(run, sys.stdout, follow=follow, patience=patience)
+def tail_local(run_dir: Path, *, follow: bool = True, patience: float = 1800.0) -> int:
+    """Show the run on standard output until it ends. Returns the exit code."""
+    return print_run_lines(FollowedRun(run_dir), sys.stdout, follow=follow, patience=patience)
 
 
 def print_run_lines(
@@ -50,7 +36,8 @@ def print_run_lines(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Print a line for every step and every warning so far, and with `follow` for those to come.
+    """Print a line for every step, evaluation and warning so far, and with `follow` for those
+    to come and for the phases before the first step.
 
     Following ends when the run ends or is silent for `patience` seconds. Each kind of failure is
     one line, with its count, and is repeated at the end if it occurred again.
@@ -59,43 +46,45 @@ def print_run_lines(
     nothing came. If the reader leaves (`| head`), it ends with 0.
     """
     last_news = clock()
-    told = dict[str, str]()
+    described = dict[str, str]()
     pace = StepPace()
+    phase = ""
+
+    def print_line(line: str) -> None:
+        out.write(escape_control_characters(line) + "\n")
+
     try:
         while True:
-            rows, events = run.read_new()
-            for event in events:
+            news = run.read_new()
+            for event in news.events:
                 kind = get_failure_key(event)
                 if kind:
-                    if kind in run.history.failures and kind not in told:
-                        told[kind] = run.history.failures[kind].to_text()
-                        out.write(
-                            escape_control_characters(
-                                format_event(event, told[kind]).splitlines()[0]
-                            )
-                            + "\n"
-                        )
+                    if kind in run.history.failures and kind not in described:
+                        described[kind] = run.history.failures[kind].to_text()
+                        print_line(format_event(event, described[kind]).splitlines()[0])
                 elif event.get("level") in ("warning", "error", "critical"):
-                    out.write(escape_control_characters(format_event(event).splitlines()[0]) + "\n")
-            for row in rows:
+                    print_line(format_event(event).splitlines()[0])
+            if follow and not run.step and not run.has_ended and run.phase != phase:
+                phase = run.phase
+                print_line(f"{run.name}: {phase}")
+            for row in news.rows:
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
                 pace.add_step(row)
-                line = (
+                print_line(
                     f"{row.get('step', '?'):>4}{of}  "
                     f"{describe_step(row)}{pace.describe(run.planned_steps)}"
                 )
-                out.write(escape_control_characters(line) + "\n")
-            if rows or events:
+            for row in news.evaluations:
+                print_line(describe_evaluation(row))
+            if any(news):
                 last_news = clock()
             if run.has_ended or not follow:
                 for kind, failure in run.history.failures.items():
-                    if told.get(kind) != (in_all := failure.to_text()):
-                        out.write(escape_control_characters(in_all) + "\n")
+                    in_all = failure.to_text()
+                    if described.get(kind) != in_all:
+                        print_line(in_all)
             if run.has_ended:
-                out.write(
-                    escape_control_characters(f"{run.name}: {run.status} after {run.step} steps")
-                    + "\n"
-                )
+                print_line(f"{run.name}: {run.status} after {run.step} steps")
             out.flush()
             if run.has_ended or not follow:
                 return FAILED_EXIT_CODE if run.status in ("failed", NOT_TRAINED) else 0

@@ -91,17 +91,20 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     sets = [name.removesuffix("/reward_mean") for name in row if name.endswith("/reward_mean")]
     parts = []
     for prefix in sets[1:] or sets:  # the first figures repeat those of the first set
-        error = row.get(f"{prefix}/reward_error")
+        name = prefix.removeprefix("evaluation").removeprefix("/")
+        text = f"{name} reward {_format_figure(row, f'{prefix}/reward_mean')}".strip()
+        if row.get(f"{prefix}/reward_error") is not None:
+            text += f" ± {_format_figure(row, f'{prefix}/reward_error')}"
         passes = [name for name in row if name.startswith(f"{prefix}/pass@")]
-        parts.append(
-            (
-                f"{prefix.removeprefix('evaluation').removeprefix('/')} reward "
-                f"{row[f'{prefix}/reward_mean']:.3f}"
-            ).strip()
-            + (f" ± {error:.3f}" if error is not None else "")
-            + (f", {passes[-1].rpartition('/')[2]} {row[passes[-1]]:.3f}" if passes else "")
-        )
-    return f"evaluation after step {row['step']}: {'; '.join(parts)}"
+        if passes:
+            text += f", {passes[-1].rpartition('/')[2]} {_format_figure(row, passes[-1])}"
+        parts.append(text)
+    return f"evaluation after step {row.get('step', '?')}: {'; '.join(parts)}"
+
+
+def _format_figure(row: dict[str, Any], name: str) -> str:
+    value = finite_or_none(row.get(name))
+    return "-" if value is None else f"{value:.3f}"
 
 
 BEYOND_LIMIT_NOTE = (

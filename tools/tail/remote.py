@@ -80,14 +80,13 @@ def tail_remote(
     *,
     job: str | None = None,
     follow: bool = True,
-    plain: bool = False,
     patience: float = 1800.0,
 ) -> int:
     """Show a run on the Ray cluster at `address` as `tail_local` does. Raises `RemoteError`."""
     with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
         remote = RemoteRun(address, name, Path(directory), job=job)
         try:
-            return tail_local(remote.wait_ready(), follow=follow, plain=plain, patience=patience)
+            return tail_local(remote.wait_ready(), follow=follow, patience=patience)
         finally:
             remote.close()
 

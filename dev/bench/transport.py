@@ -51,7 +51,7 @@ TICK = 0.001
 DENSE_BELOW = 100_000
 ROUTES = (48, 8)
 """Layers and top_k of the routes, of 128 experts."""
-FORMS: tuple[RouteForm, ...] = ("plain", "bits", "dense")
+FORMS: tuple[RouteForm, ...] = ("plain", "bits")
 TURNS = 8
 
 

@@ -19,10 +19,9 @@ class TransportConfig(Section):
     """Seconds without an acknowledgement after which a sender connects again and resends."""
     max_message_bytes: ByteCount = 64 * 2**20
     """Size of the largest trajectory, in memory."""
-    routes: Literal["plain", "bits", "dense"] = "bits"
+    routes: Literal["plain", "bits"] = "bits"
     """Encoding of recorded routes. `plain`: one byte an expert, two beyond 256 experts. `bits`: as
-    many bits as an id has (7/8 of the bytes with 128 experts), in less time than that saves.
-    `dense`: about 43 of 64 bits, for 1 us a token; experts are then in ascending order."""
+    many bits as an id has (7/8 of the bytes with 128 experts), in less time than that saves."""
     keys: str = ""
     """Directory made by `r3async keys`: only peers with a key in it are let in. Empty: each start
     of the run makes new keys. Connections are encrypted in both cases."""

@@ -249,7 +249,7 @@ def test_training_raises_the_probability_of_what_was_good(trained):
     assert gains[0] > 0.5
 
 
-FORMS = ("plain", "bits", "dense")
+FORMS = ("plain", "bits")
 TOP_K = 4
 """The sum of two is the same in either order."""
 

@@ -215,8 +215,7 @@ WANTS_ROUTES = {
     "other form": ("gzip", 3, "Invalid enum value 'gzip'"),
     "bits beyond the dtype": ("bits", 9, "of uint8 cannot come as bits of 9 bits"),
     "no bits": ("bits", 0, "no bits routes of 0 bits"),
-    "bits of no id": ("dense", 17, "<= 16"),
-    "no numbers for so few": ("dense", 1, "no dense routes of 1 bits and 1 experts"),
+    "bits of no id": ("bits", 17, "<= 16"),
 }
 FORGED = {
     "unknown column": (edit(*COLUMN, 0, 0, value="surprise"), "unknown column 'surprise'"),

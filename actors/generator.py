@@ -51,6 +51,7 @@ from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
 from r3async.rollout.evaluation import EvaluationPlayer, count_tasks_by_part, drop_long_prompts
 from r3async.rollout.evaluation_results import Evaluation
 from r3async.rollout.lease_player import RetryingPlayer, find_cause
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.task_failures import EpisodeEnd
@@ -386,27 +387,21 @@ class GeneratorActor:
         # Let episodes begin at once, and their first answers wait for the weights that
         # their lease names.
         engine = VersionGate(time_engine_calls(recorded, self._timeline), self._woken)
+        context = self._build_play_context(engine)
         # Keep the endpoint for agents up, where there is one, for as long as episodes are played.
         async with open_agent_player(
             config.env,
-            engine,
-            self._renderer,
             config.episode,
             config.serving,
-            generator_id=self.generator_id,
-            report_event=self._events.warning,
+            context,
             directory=self.run_dir,
             world=world,
         ) as play:
             player = RetryingPlayer(
-                factory=self._get_env_factory(config.env),
-                engine=engine,
-                renderer=self._renderer,
-                settings=config.episode,
-                generator_id=self.generator_id,
-                report_event=self._events.warning,
+                context,
+                config.episode,
+                self._get_env_factory(config.env),
                 play_episode=play,
-                clock=world.clock.time,
                 task_settings=[env.episode for env in resolve_envs(config)],
                 raise_failures=False,
             )
@@ -607,6 +602,15 @@ class GeneratorActor:
             drop_long_prompts(factory, self._renderer, self.config.episode)
         return self._env_factories[key]
 
+    def _build_play_context(self, engine: Engine) -> PlayContext:
+        return PlayContext(
+            engine,
+            self._renderer,
+            self.generator_id,
+            self._events.warning,
+            self.world.clock.time,
+        )
+
     async def evaluate(self) -> dict[str, Any]:
         """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner.
 
@@ -615,12 +619,9 @@ class GeneratorActor:
         """
         player = EvaluationPlayer(
             self.config,
-            self._engine,
-            self._renderer,
+            self._build_play_context(self._engine),
             make_factory=lambda env: self.world.threads.run(self._get_env_factory, env),
             trained_env=self.config.env,
-            generator_id=self.generator_id,
-            report_event=self._events.warning,
             world=self.world,
         )
         playing = create_stage_task("evaluation", player.play_sets())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from r3async.config import LOOPBACK_HOST, Config, ConfigError, is_loopback_host
-from r3async.config.serving import bracket_ipv6, strip_brackets
+from r3async.config.serving import bracket_ipv6, replace_host, strip_brackets
 from r3async.learner import LearnerError
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
@@ -53,12 +52,10 @@ class UnsetSender:
 def build_weight_sender(config: Config, backend: str, world: World = REAL_WORLD) -> WeightSender:
     """Return the learner's end of the transport `backend`."""
     if backend == "nccl":
-        weights = config.weights
-        limit = partial(weights.resolve_install_timeout, first=True)
         host = config.transport.host
         if _is_wildcard(host):
             host = world.actors.host_address(config.cluster.interface)
-        return NcclSender(get_weights_directory(config), host, weights.bucket_bytes, limit)
+        return NcclSender(get_weights_directory(config), host, config.weights)
     if backend == "tcp":
         return DeltaVersionStore(get_weights_directory(config), config.weights.bucket_bytes, world)
     return VersionStore(
@@ -76,7 +73,7 @@ def build_weight_server(
         bracket_ipv6(config.transport.host),
         keys,
         world,
-        public_endpoint=partial(resolve_endpoint, config, world),
+        public_host=_select_public_host(config, world),
     )
 
 
@@ -114,21 +111,23 @@ def _select_wildcard(address: str) -> str:
 def build_part_server(config: Config, keys: ServerKeys, world: World = REAL_WORLD) -> PartServer:
     """Return the server of another host of the learner, from which engines fetch its
     parts of versions."""
-
     address = bracket_ipv6(world.actors.host_address(config.cluster.interface))
-
-    def reached_at(bound: str) -> str:
-        return f"tcp://{address}:{bound.rpartition(':')[2]}"
-
-    return PartServer(_select_wildcard(address), keys, world, public_endpoint=reached_at)
+    return PartServer(_select_wildcard(address), keys, world, address)
 
 
 def resolve_endpoint(config: Config, world: World, endpoint: str) -> str:
     """Return the address at which other hosts reach a socket that is bound at `endpoint` of
     `transport.host`. A wildcard is replaced by this host's address."""
+    host = _select_public_host(config, world)
+    return replace_host(endpoint, host) if host else endpoint
+
+
+def _select_public_host(config: Config, world: World) -> str:
+    """Return this host's address if `transport.host` is a wildcard, and "" if others reach a socket
+    where it is bound."""
     if not _is_wildcard(config.transport.host):
-        return endpoint
-    return f"tcp://{bracket_ipv6(world.actors.host_address(config.cluster.interface))}:{endpoint.rpartition(':')[2]}"
+        return ""
+    return bracket_ipv6(world.actors.host_address(config.cluster.interface))
 
 
 def build_weight_receiver(

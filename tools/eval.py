@@ -42,6 +42,7 @@ from r3async.rollout.evaluation import (
     resolve_evaluation_env,
 )
 from r3async.rollout.evaluation_results import EpisodeOutcome, Evaluation, join_sets
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.untrusted import decode_python_json
 from r3async.world import EventReporter, ignore_event
@@ -357,12 +358,9 @@ async def run_evaluation(
         show_phase("evaluating")
         player = EvaluationPlayer(
             config,
-            engine,
-            renderer,
+            PlayContext(engine, renderer, "eval", report_event),
             make_factory=factory_of,
             trained_env=target.trained_env,
-            generator_id="eval",
-            report_event=report_event,
             progress=on_outcome,
         )
         return await player.play_sets()

@@ -38,6 +38,11 @@ def bracket_ipv6(host: str) -> str:
     return f"[{strip_brackets(host)}]" if ":" in host else host
 
 
+def replace_host(endpoint: str, host: str) -> str:
+    """Return the endpoint `tcp://HOST:PORT` with another host."""
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+
+
 class ServingConfig(Section):
     """The generators' endpoint for agents. An environment `agent:…` or `agent-command` always has
     its endpoint, for its own episodes; `enabled` opens it to agents that others start."""

@@ -16,10 +16,9 @@ import msgspec
 from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
 from r3async.data.tokens import Trajectory
 from r3async.rollout.agents import PlayAgent, PlayEpisode, is_agent, make_agent
-from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
-from r3async.rollout.renderer import ChatRenderer
-from r3async.world import EventReporter, World, ignore_event
+from r3async.rollout.play_context import PlayContext
+from r3async.world import EventReporter, World
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
 from r3async.world.real import REAL_WORLD
@@ -74,13 +73,10 @@ async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTa
 @contextlib.asynccontextmanager
 async def open_agent_player(
     env: EnvConfig,
-    engine: Engine,
-    renderer: ChatRenderer,
-    episode: EpisodeConfig,
+    settings: EpisodeConfig,
     serving: ServingConfig,
+    context: PlayContext,
     *,
-    generator_id: str = "",
-    report_event: EventReporter = ignore_event,
     directory: Path | None = None,
     world: World = REAL_WORLD,
 ) -> AsyncIterator[PlayEpisode | None]:
@@ -100,16 +96,7 @@ async def open_agent_player(
     # this module too.
     from r3async.rollout.endpoint.server import AgentServer
 
-    clock = world.clock.time
-    server = AgentServer(
-        engine,
-        renderer,
-        episode,
-        serving,
-        generator_id=generator_id,
-        report_event=report_event,
-        clock=clock,
-    )
+    server = AgentServer(settings, serving, context)
     await server.start()
     _bypass_proxy(str(urlsplit(server.base_url).hostname))
     writing: asyncio.Task[None] | None = None
@@ -117,8 +104,10 @@ async def open_agent_player(
         if serving.enabled and directory is not None:
             made = {} if serving.token else {"token": server.token}
             address = msgspec.json.encode({"base_url": server.base_url, **made})
-            path = directory / f"serving-{generator_id}.json"
-            writing = asyncio.create_task(_write_private_file(path, address, report_event, world))
+            path = directory / f"serving-{context.generator_id}.json"
+            writing = asyncio.create_task(
+                _write_private_file(path, address, context.report_event, world)
+            )
             await asyncio.wait([writing], timeout=RETRY_SECONDS)
         yield functools.partial(play_with_agent, agent, server) if agent is not None else None
     finally:

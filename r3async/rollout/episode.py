@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,19 +19,15 @@ from r3async.envs import Action, Environment, refuse_repeated_messages, sum_epis
 from r3async.envs.errors import summarize_error
 from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
-from r3async.rollout.blocking_detector import BlockingDetector
 from r3async.rollout.conversation import Conversation
 from r3async.rollout.engine import (
-    Engine,
     EngineError,
     EngineLostError,
     Generation,
     GenerationRequest,
 )
-from r3async.rollout.renderer import ChatRenderer
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
-from r3async.world import EventReporter, ignore_event
-from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
 STOP_REASONS = ("env_done", "turns", "length", "stop", "timeout", "error")
@@ -86,8 +82,7 @@ def answer_capacity(prompt_tokens: int, settings: EpisodeConfig) -> int:
 
 
 class RetryingEngine:
-    """A wrapper of the engine that retries the calls of one episode. `report_event` gets
-    each failed call.
+    """A wrapper of the engine that retries the calls of one episode, and reports each that failed.
 
     A call that fails in the engine, or is aborted, is repeated while the environment or the
     agent waits, up to `episode.engine_retries` times per episode. Calls may overlap; all belong
@@ -97,16 +92,15 @@ class RetryingEngine:
     def __init__(
         self,
         trajectory_id: str,
-        engine: Engine,
         settings: EpisodeConfig,
-        stop_token_ids: Sequence[int],
-        report_event: EventReporter,
+        context: PlayContext,
     ):
         self._trajectory_id = trajectory_id
-        self._engine = engine
+        self._engine = context.engine
         self._settings = settings
+        stop_token_ids = context.renderer.stop_token_ids
         self._stop_token_ids = () if settings.ignore_eos else tuple(stop_token_ids)
-        self._report_event = report_event
+        self._report_event = context.report_event
         self._attempt_count = self._failure_count = 0
 
     async def generate_answer(
@@ -171,35 +165,23 @@ class EpisodePlayer:
         self,
         task: EpisodeTask,
         env: Environment,
-        engine: Engine,
-        renderer: ChatRenderer,
         settings: EpisodeConfig,
-        *,
-        generator_id: str = "",
-        clock: Callable[[], float] = REAL_WORLD.clock.time,
-        report_event: EventReporter = ignore_event,
-        blocking_detector: BlockingDetector | None = None,
+        context: PlayContext,
     ):
-        """Prepare to play `task`. `blocking_detector` is shared by all episodes
-        of this generator."""
         self.task = task
         self.settings = settings
         self._env = env
-        self._renderer = renderer
-        self._blocking_detector = blocking_detector or BlockingDetector(report_event, clock)
-        self._generator_id = generator_id
-        self._clock = clock
-        self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
-        name = task.trajectory_id
-        self._retrying_engine = RetryingEngine(
-            name, engine, settings, renderer.stop_token_ids, report_event
+        self._context = context
+        self._samples = EpisodeSamples(
+            context.engine.routing, settings.rows, settings.needs_sampling_mask
         )
+        self._retrying_engine = RetryingEngine(task.trajectory_id, settings, context)
         self._preview: list[dict[str, str]] = []
         self._env_metrics: list[dict[str, float]] = []
         self._rewarded_turns = 0
         """Number of turns whose answers have a reward. An answer that time ran out on has none
         and is not trained."""
-        self._started_at = clock()
+        self._started_at = context.clock()
 
     async def play_episode(self) -> Trajectory:
         """Play until the environment is done, or turns, context or time run out.
@@ -229,13 +211,13 @@ class EpisodePlayer:
         name = self.task.trajectory_id
         settings = self.settings
         env = self._env
-        run_watched = self._blocking_detector.run
+        run_watched = self._context.blocking_detector.run
         # The environment gives its task. Its calls draw the same random numbers in all
         # episodes of a group.
         seed_global_generators(self.task.task_seed)
         said = await run_watched(env, "reset", env.reset(self.task.task_seed))
         messages = coerce_messages(said, "reset()")
-        conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
+        conversation = Conversation(self._context.renderer, messages, getattr(env, "tools", ()))
         for index in range(settings.max_turns):
             # The prompt keeps the tokens of earlier turns: what was sampled is never
             # tokenized again.
@@ -299,12 +281,12 @@ class EpisodePlayer:
         if not turns:
             raise EpisodeError(f"episode {name} ended without an answer")
         return self.task.build_trajectory(
-            generator_id=self._generator_id,
+            generator_id=self._context.generator_id,
             stop_reason=stop_reason,
             turns=turns,
             samples=samples,
             started_at=self._started_at,
-            finished_at=self._clock(),
+            finished_at=self._context.clock(),
             preview=self._preview,
             metrics=sum_episode_metrics(self._env_metrics),
         )

@@ -47,7 +47,6 @@ from r3async.envs.task_splits import (
 )
 from r3async.rollout.agent_player import open_agent_player
 from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent
-from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeTask, close_environment
 from r3async.rollout.evaluation_results import (
     EpisodeOutcome,
@@ -57,10 +56,11 @@ from r3async.rollout.evaluation_results import (
     summarize_trajectory,
 )
 from r3async.rollout.lease_player import RetryingPlayer
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.schedule.difficulty import NO_SIZE_MESSAGE
 from r3async.schedule.tasks import TaskCursor, evaluation_seed
-from r3async.world import EventReporter, World, ignore_event
+from r3async.world import World
 from r3async.world.real import REAL_WORLD
 
 BaselinePolicy = Literal["oracle", "random"]
@@ -284,17 +284,13 @@ class EvaluationPlayer:
         make_factory: `make_factory(env)` returns the factory of an environment, or
             None for an agent.
         trained_env: The environment that the run trains; see `build_evaluation_tasks`.
-        report_event: Gets failed attempts.
         progress: Gets each outcome.
     """
 
     config: Config
-    engine: Engine
-    renderer: ChatRenderer
+    context: PlayContext
     make_factory: Callable[[EnvConfig], Awaitable[EnvironmentFactory | None]]
     trained_env: EnvConfig | None
-    generator_id: str = ""
-    report_event: EventReporter = ignore_event
     progress: Callable[[EpisodeOutcome], object] = lambda outcome: None
     world: World = REAL_WORLD
 
@@ -328,25 +324,13 @@ class EvaluationPlayer:
         began = clock.monotonic()
         async with open_agent_player(
             env,
-            self.engine,
-            self.renderer,
             episode,
             # The run's endpoint for outside agents is not opened a second time.
             msgspec.structs.replace(self.config.serving, enabled=False, port=0),
-            generator_id=self.generator_id,
-            report_event=self.report_event,
+            self.context,
             world=self.world,
         ) as play_episode:
-            player = RetryingPlayer(
-                factory=factory,
-                engine=self.engine,
-                renderer=self.renderer,
-                settings=episode,
-                generator_id=self.generator_id,
-                report_event=self.report_event,
-                play_episode=play_episode,
-                clock=clock.time,
-            )
+            player = RetryingPlayer(self.context, episode, factory, play_episode=play_episode)
             capacity = asyncio.Semaphore(self.config.generator.concurrency)
 
             async def play_task(task: EpisodeTask) -> None:

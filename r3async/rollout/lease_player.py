@@ -11,8 +11,7 @@ from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
 from r3async.envs.seeding import seed_global_generators
-from r3async.rollout.blocking_detector import BlockingDetector
-from r3async.rollout.engine import Engine, EngineError, EngineLostError
+from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.episode import (
     EngineAbortError,
     EpisodeError,
@@ -21,10 +20,8 @@ from r3async.rollout.episode import (
     PromptTooLongError,
     build_failed_trajectory,
 )
-from r3async.rollout.renderer import ChatRenderer
+from r3async.rollout.play_context import PlayContext
 from r3async.schedule.task_failures import EpisodeEnd, FailureSource
-from r3async.world import EventReporter
-from r3async.world.real import REAL_WORLD
 
 MAX_REPORTED_TRACEBACKS = 1000
 """Number of different errors of one player whose tracebacks are reported."""
@@ -41,10 +38,9 @@ class RetryingPlayer:
     """A player of episodes, which plays those that fail again.
 
     Args:
+        context: What the episodes are played with. Its `report_event` gets failed attempts, too.
         factory: Makes the environment of each episode, unless `play_episode` is given.
-        report_event: Gets failed attempts.
         play_episode: Plays one attempt in place of an environment from `factory`.
-        clock: Returns unix seconds.
         task_settings: Settings of the tasks of each environment of a mix, by its index; default:
             `settings` for all.
         raise_failures: True to raise what an episode failed with for good, False to return a
@@ -53,15 +49,11 @@ class RetryingPlayer:
 
     def __init__(
         self,
-        *,
-        factory: EnvironmentFactory | None,
-        engine: Engine,
-        renderer: ChatRenderer,
+        context: PlayContext,
         settings: EpisodeConfig,
-        generator_id: str,
-        report_event: EventReporter,
+        factory: EnvironmentFactory | None,
+        *,
         play_episode: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
-        clock: Callable[[], float] = REAL_WORLD.clock.time,
         task_settings: Sequence[EpisodeConfig] = (),
         raise_failures: bool = True,
     ):
@@ -69,14 +61,9 @@ class RetryingPlayer:
             "environment": settings.retries,
             "engine": settings.engine_retries,
         }
-        self._clock = clock
-        self._blocking_detector = BlockingDetector(report_event, clock)
+        self._context = context
         self._factory = factory
-        self._engine = engine
-        self._renderer = renderer
         self._task_settings = task_settings or (settings,)
-        self._generator_id = generator_id
-        self._report_event = report_event
         self._raise_failures = raise_failures
         self.attempt_count = 0
         """Number of attempts at an episode that are over, failed or not."""
@@ -131,10 +118,10 @@ class RetryingPlayer:
                 self._report_failure("episode_abandoned", task, who, tries[who], raised)
                 instead = build_failed_trajectory(
                     task,
-                    self._engine.routing,
-                    self._renderer.eos_token_id,
-                    generator_id=self._generator_id,
-                    at=self._clock(),
+                    self._context.engine.routing,
+                    self._context.renderer.eos_token_id,
+                    generator_id=self._context.generator_id,
+                    at=self._context.clock(),
                 )
                 end = EpisodeEnd(task.group_index, task.episode_index, task.task_seed, who, failure)
                 return PlayedEpisode(instead, end)
@@ -158,7 +145,7 @@ class RetryingPlayer:
         )
         if with_traceback:
             self._reported_errors.add(kind)
-        self._report_event(
+        self._context.report_event(
             event,
             task_seed=task.task_seed,
             group=task.group_index,
@@ -176,13 +163,8 @@ class RetryingPlayer:
         return await EpisodePlayer(
             task,
             self._factory(),
-            self._engine,
-            self._renderer,
             self._task_settings[split_seed(task.task_seed, len(self._task_settings))[0]],
-            generator_id=self._generator_id,
-            clock=self._clock,
-            report_event=self._report_event,
-            blocking_detector=self._blocking_detector,
+            self._context,
         ).play_episode()
 
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import time
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,10 +54,6 @@ LETTER_TOKEN_IDS = range(97, 123)
 SCRIPTED_ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
 
 
-async def _no_pause() -> None:
-    pass
-
-
 class _RunningCall:
     """A call that is being answered, with at most `token_count` tokens."""
 
@@ -96,19 +90,18 @@ class ScriptedEngine:
     """An engine that answers from a script; see `Engine` for the contracts of its methods.
 
     An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out
-    without a stop token ends as if its last token were one.
+    without a stop token ends as if its last token were one. A version's file is compared with its
+    manifest, if it is the scripted learner's.
+
+    A test can hold back or fail what it replaces: `before_token`, which is awaited before each
+    token, and `before_install`.
 
     Args:
-        before_token: Awaited before each token. A test that holds it back can install new weights,
-            abort or cancel in the middle of an answer.
-        answer_seconds: `answer_seconds(tokens, running)` returns the seconds that so many tokens
-            take while so many calls run. With it, the engine waits once for the whole answer and
-            does not use `before_token`.
-        before_install: Awaited while installing; its exception is the installation's failure. Then
-            the version's file is read from `files` and compared with its manifest, if it is the
-            scripted learner's.
+        token_seconds: Seconds per token. If not 0, the engine waits once for the whole answer, and
+            not for `before_token`.
+        install_seconds: Seconds that weights take to install, at most: the first ones take anything
+            up to that, later ones mostly much less.
         returned_routes: The share of the routes that is returned.
-        clock: Returns seconds.
     """
 
     def __init__(
@@ -116,13 +109,11 @@ class ScriptedEngine:
         script: AnswerScript,
         *,
         routing: RoutingShape | None = SCRIPTED_ROUTING,
-        before_token: Callable[[], Awaitable[None]] | None = None,
-        answer_seconds: Callable[[int, int], float] | None = None,
-        before_install: Callable[[WeightManifest], Awaitable[None]] | None = None,
+        token_seconds: float = 0.0,
+        install_seconds: float = 0.0,
         returned_routes: Literal["all", "half", "none"] = "all",
         keep_requests: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-        files: Files = REAL_WORLD.files,
+        world: World = REAL_WORLD,
     ):
         self.version = -1
         self.routing = routing
@@ -136,11 +127,11 @@ class ScriptedEngine:
         """Key of the weights of each version: the checksum that stands for its
         number in log-probs."""
         self._script = script
-        self._clock = clock
-        self._files = files
-        self._before_token = before_token
-        self._answer_seconds = answer_seconds
-        self._before_install = before_install or (lambda manifest: _no_pause())
+        self._world = world
+        self._clock = world.clock.monotonic
+        self._token_seconds = token_seconds
+        self._install_seconds = install_seconds
+        self._install_count = 0
         self._returned_routes = returned_routes
         self._running_calls: dict[str, list[_RunningCall]] = {}
         self._aborted_ids: set[str] = set()
@@ -160,7 +151,7 @@ class ScriptedEngine:
         try:
             await (
                 self._wait_full_answer(request, call)
-                if self._answer_seconds is not None
+                if self._token_seconds
                 else self._sample_tokens(request, call)
             )
             if request.request_id in self._aborted_ids:
@@ -192,11 +183,9 @@ class ScriptedEngine:
 
     async def _sample_tokens(self, request: GenerationRequest, call: _RunningCall) -> None:
         """Sample token by token."""
-        if self._before_token is None:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
         while call.sampled_count < call.token_count:
-            if self._before_token is not None:
-                await self._before_token()
+            await self.before_token()
             await self._wait_for_install()
             self._require_started()
             if request.request_id in self._aborted_ids:
@@ -212,12 +201,9 @@ class ScriptedEngine:
         several versions."""
         await self._wait_for_install()
         self._require_started()
-        assert self._answer_seconds is not None
         call.stamp_version(self.version)
-        call.started_at, call.duration_seconds = (
-            self._clock(),
-            self._answer_seconds(call.token_count, self._running_count),
-        )
+        call.started_at = self._clock()
+        call.duration_seconds = self._token_seconds * call.token_count
         while (
             left := call.started_at + call.duration_seconds - self._clock()
         ) > 1e-9 and request.request_id not in self._aborted_ids:
@@ -227,6 +213,21 @@ class ScriptedEngine:
             await self._wait_for_install()
             self._require_started()
         call.advance_to(self._clock())
+
+    async def before_token(self) -> None:
+        """Return when the next token may be sampled."""
+
+    async def before_install(self, manifest: WeightManifest) -> None:
+        """Take the time that the weights take to install. What it raises is the installation's
+        failure."""
+        if not self._install_seconds:
+            return
+        key = zlib.crc32(self._world.unique_id().encode())
+        share = scripted_hash(key, manifest.version, 0) / 2**32
+        if self._install_count:
+            share = share**3
+        self._install_count += 1
+        await asyncio.sleep(self._install_seconds * share)
 
     async def _wait_for_install(self) -> None:
         """Wait until no weights are being installed: nothing is produced while they change."""
@@ -262,7 +263,7 @@ class ScriptedEngine:
             started = self._clock()
             try:
                 async with asyncio.timeout(timeout):
-                    await self._before_install(manifest)
+                    await self.before_install(manifest)
                 if DIGEST_TENSOR in manifest.tensors:
                     self._weights_keys[manifest.version] = self._read_checked_key(manifest)
             except Exception as error:
@@ -279,7 +280,7 @@ class ScriptedEngine:
 
         Raises `WeightError` if it differs from the manifest's.
         """
-        key = read_weights_key(Path(manifest.path), self._files)
+        key = read_weights_key(Path(manifest.path), self._world.files)
         if key != manifest.tensors[DIGEST_TENSOR].checksum:
             raise WeightError(
                 f"{manifest.path}: tensor {DIGEST_TENSOR!r} is corrupt: its checksum differs from "
@@ -291,7 +292,7 @@ class ScriptedEngine:
         self.version = manifest.version
         self.installed_versions.append(manifest.version)
         self._pause_seconds += seconds
-        for calls in self._running_calls.values() if self._answer_seconds is not None else ():
+        for calls in self._running_calls.values() if self._token_seconds else ():
             for call in calls:
                 if call.duration_seconds:  # else it has not begun
                     call.advance_to(started_at)
@@ -406,10 +407,7 @@ def build_scripted_engine(
     The same call of the same episode has the same answer, on every generator and at every attempt.
     Raises `ValueError` for `unknown` arguments.
 
-    Args:
-        token_seconds: Seconds per token.
-        install_seconds: Seconds that weights take to install, at most: the first ones take anything
-            up to that, later ones mostly much less.
+    See `ScriptedEngine` for `token_seconds` and `install_seconds`.
     """
     if unknown:
         raise ValueError(
@@ -419,21 +417,13 @@ def build_scripted_engine(
     routing, _ = read_moe_layers(
         decode_python_json((Path(model_path) / "config.json").read_bytes())
     )
-
-    installed = itertools.count()
-
-    async def wait_install(manifest: WeightManifest) -> None:
-        share = scripted_hash(zlib.crc32(world.unique_id().encode()), manifest.version, 0) / 2**32
-        await asyncio.sleep(install_seconds * (share**3 if next(installed) else share))
-
     return ScriptedEngine(
         lambda request, index: script_letters(request, zlib.crc32(request.request_id.encode())),
         routing=routing,
-        answer_seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
-        before_install=wait_install if install_seconds else None,
+        token_seconds=token_seconds,
+        install_seconds=install_seconds,
         keep_requests=False,
-        clock=world.clock.monotonic,
-        files=world.files,
+        world=world,
     )
 
 

@@ -31,6 +31,7 @@ import msgspec
 import zmq
 
 from r3async.config.serving import bracket_ipv6, strip_brackets
+from r3async.config.weights import WeightsConfig
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
 from r3async.weights.version_store import VersionStore
@@ -137,6 +138,11 @@ class NcclLink:
     waiting_workers: dict[int, bytes] = field(default_factory=dict)
 
 
+def find_free_port(host: str) -> int:
+    with listen_at(host, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
 class NcclLinkTable:
     """The groups of all generators. No method blocks; `now` are seconds of one clock.
 
@@ -145,9 +151,12 @@ class NcclLinkTable:
     creates a new link.
 
     Args:
+        paths: Paths of the files of versions that are kept now, by version. Others change it.
         start_process: `start_process(name)` starts the process of a new link.
-        send_message: `send_message(to, message)` sends a message.
-        find_path: `find_path(version)` returns the path of a version's file, or None if it is gone.
+        find_port: `find_port(host)` returns a free port.
+
+    Attributes:
+        outbox: Messages to send, each after the identity of the socket that it is for.
     """
 
     def __init__(
@@ -156,17 +165,16 @@ class NcclLinkTable:
         bucket_bytes: int,
         timeout: float,
         *,
+        paths: Mapping[int, str],
         start_process: Callable[[str], SenderProcess],
-        send_message: Callable[[bytes, NcclMessage], None],
-        find_path: Callable[[int], str | None],
-        find_port: Callable[[str], int],
+        find_port: Callable[[str], int] = find_free_port,
     ):
+        self.outbox: list[tuple[bytes, NcclMessage]] = []
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
+        self._paths = paths
         self._start_process = start_process
-        self._send_message = send_message
-        self._find_path = find_path
         self._find_port = find_port
         self._links: dict[str, NcclLink] = {}
         """Links by generator."""
@@ -211,8 +219,8 @@ class NcclLinkTable:
             self._drop_link(link, "the learner has closed")
 
     def _add_request(self, worker: bytes, message: Ready, now: float) -> None:
-        if self._find_path(message.version) is None:
-            self._send_message(worker, Refused(f"version {message.version} is not kept"))
+        if message.version not in self._paths:
+            self.outbox.append((worker, Refused(f"version {message.version} is not kept")))
             return
         link = self._links.get(message.generator)
         if link is not None and (
@@ -244,24 +252,26 @@ class NcclLinkTable:
             or len(link.waiting_workers) < link.worker_count
         ):
             return
-        path = self._find_path(link.version)
+        path = self._paths.get(link.version)
         if path is None:
             self._drop_link(link, "a newer one has taken its place")
             return
         for worker in link.waiting_workers.values():
-            self._send_message(worker, Offer(link.name, self._host, link.port, self._bucket_bytes))
+            offer = Offer(link.name, self._host, link.port, self._bucket_bytes)
+            self.outbox.append((worker, offer))
         link.waiting_workers.clear()
         link.sending_version = link.version
-        self._send_message(
-            link.sender_id,
-            Send(path, link.version, self._host, link.port, link.worker_count, self._bucket_bytes),
+        order = Send(
+            path, link.version, self._host, link.port, link.worker_count, self._bucket_bytes
         )
+        self.outbox.append((link.sender_id, order))
 
     def _drop_link(self, link: NcclLink, reason: str) -> None:
         del self._links[link.generator]
         link.process.kill()
         for worker in link.waiting_workers.values():
-            self._send_message(worker, Refused(f"version {link.version} was not sent: {reason}"))
+            refusal = Refused(f"version {link.version} was not sent: {reason}")
+            self.outbox.append((worker, refusal))
 
 
 class NcclSender:
@@ -273,23 +283,22 @@ class NcclSender:
     Args:
         host: The interface for the generators' requests, at which they also form groups with the
             senders: an address, an IPv6 address with or without brackets, or a name.
-        timeout: `timeout(nbytes)` returns the seconds that a delivery of so many bytes may take.
+        start: Starts the process that sends to one generator, given an endpoint and a link's name.
     """
 
     def __init__(
         self,
         directory: Path,
         host: str,
-        bucket_bytes: int,
-        timeout: Callable[[int], float],
+        settings: WeightsConfig,
         start: Callable[[str, str], SenderProcess] | None = None,
     ):
-        self._store = VersionStore(directory, bucket_bytes=bucket_bytes)
+        self._settings = settings
+        self._store = VersionStore(directory, bucket_bytes=settings.bucket_bytes)
         self._host = strip_brackets(host)
-        self._bucket_bytes = bucket_bytes
-        self._timeout = timeout
         self._start_process = start or start_sender_process
         self._paths: dict[int, str] = {}
+        """Paths of versions. The thread reads it."""
         self._endpoint = ""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -313,10 +322,13 @@ class NcclSender:
         """Implement `WeightSender.announce_version`. Raises the errors of `publish_tensors`."""
         for name, entry in manifest.tensors.items():
             _refuse_scalar(name, len(entry.shape))
-        kept = {v: p for v, p in self._paths.items() if Path(p).exists()}
-        self._paths = {**kept, manifest.version: manifest.path}
+        self._paths[manifest.version] = manifest.path
+        for version, path in list(self._paths.items()):
+            if not Path(path).exists():
+                del self._paths[version]
         if self._thread is None:
-            self._start_listening(self._timeout(manifest.nbytes))
+            timeout = self._settings.resolve_install_timeout(manifest.nbytes, first=True)
+            self._start_listening(timeout)
         return TransferOffer(manifest, [self._endpoint])
 
     def close(self) -> None:
@@ -336,21 +348,14 @@ class NcclSender:
         self._thread.start()
 
     def _serve_requests(self, router: zmq.Socket[bytes], timeout: float) -> None:
-        def post(to: bytes, message: NcclMessage) -> None:
-            router.send_multipart(
-                [to, encode_nccl_message(message)]
-            )  # nothing waits for a lost peer: ZeroMQ drops its messages
-
         links = NcclLinkTable(
             self._host,
-            self._bucket_bytes,
+            self._settings.bucket_bytes,
             timeout,
+            paths=self._paths,
             start_process=lambda name: self._start_process(self._endpoint, name),
-            send_message=post,
-            find_path=lambda version: self._paths.get(version),
-            find_port=find_free_port,
         )
-        with contextlib.closing(router), contextlib.closing(links):
+        with contextlib.closing(router):
             while not self._closing.is_set():
                 if router.poll(POLL_MILLISECONDS):
                     sender, *data = router.recv_multipart()
@@ -359,6 +364,16 @@ class NcclSender:
                             sender, decode_nccl_message(b"".join(data)), time.monotonic()
                         )
                 links.drop_overdue_links(time.monotonic())
+                _send_messages(router, links.outbox)
+            links.close()
+            _send_messages(router, links.outbox)
+
+
+def _send_messages(router: zmq.Socket[bytes], outbox: list[tuple[bytes, NcclMessage]]) -> None:
+    """Send all messages. Nothing waits for a peer that is lost: ZeroMQ drops its messages."""
+    while outbox:
+        peer, message = outbox.pop(0)
+        router.send_multipart([peer, encode_nccl_message(message)])
 
 
 def _refuse_scalar(name: str, dimensions: int) -> None:
@@ -434,11 +449,6 @@ def listen_at(host: str, port: int) -> socket.socket:
     0 is a free one."""
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server((host, port), family=family)
-
-
-def find_free_port(host: str) -> int:
-    with listen_at(host, 0) as probe:
-        return int(probe.getsockname()[1])
 
 
 def start_sender_process(endpoint: str, link: str) -> SenderProcess:

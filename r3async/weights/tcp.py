@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
+from r3async.config.serving import replace_host
 from r3async.untrusted import MalformedError, decode_utf8
 from r3async.weights.delta import VersionDigest, apply_delta, digest_version
 from r3async.weights.host_cache import HostVersionCache
@@ -99,7 +100,7 @@ class TcpSource(msgspec.Struct, frozen=True):
 class PartServer:
     """A server of files on one of the learner's hosts. It belongs to one event loop.
 
-    `public_endpoint(endpoint)` returns the address at which others reach a bound endpoint.
+    Others reach it at `public_host`; by default, that is `host`.
     """
 
     def __init__(
@@ -107,12 +108,12 @@ class PartServer:
         host: str,
         keys: ServerKeys,
         world: World = REAL_WORLD,
-        public_endpoint: Callable[[str], str] = lambda bound: bound,
+        public_host: str = "",
     ):
         self._address = f"tcp://{host}:*"
         self._keys = keys
         self._files = world.files
-        self._public_endpoint = public_endpoint
+        self._public_host = public_host
         self._sockets = world.open_sockets()
         self._open_sockets: list[MessageSocket] = []
         self._chunk_server = ChunkServer()
@@ -136,7 +137,8 @@ class PartServer:
                 refused_peers=self.refused_peers,
             )
             self._open_sockets.append(router)
-        return self._public_endpoint(self._open_sockets[0].endpoint)
+        endpoint = self._open_sockets[0].endpoint
+        return replace_host(endpoint, self._public_host) if self._public_host else endpoint
 
     def serve_files(self, paths: Mapping[str, str]) -> None:
         """Serve files by the names of their streams, and those no longer that were
@@ -180,9 +182,9 @@ class TcpServer(PartServer):
         host: str,
         keys: ServerKeys,
         world: World = REAL_WORLD,
-        public_endpoint: Callable[[str], str] = lambda bound: bound,
+        public_host: str = "",
     ):
-        super().__init__(host, keys, world, public_endpoint)
+        super().__init__(host, keys, world, public_host)
         self._host = world.processes.host
         self._trees = RelayTrees()
         self._parts: dict[str, list[PublishedPart]] = {}

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 from r3async.config import EpisodeConfig
 from r3async.envs.builtin import ReverseText
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from tests.helpers.engine import Reference
 
@@ -22,7 +23,7 @@ async def test_three_turns_on_vllm_are_recorded_as_transformers_would_compute_th
     tokenizer.chat_template = TEMPLATE
     chat = ChatRenderer(tokenizer)
     trajectory = await EpisodePlayer(
-        EpisodeTask(0, 0, 7), ReverseText(4, 3), vllm_engine, chat, SETTINGS
+        EpisodeTask(0, 0, 7), ReverseText(4, 3), SETTINGS, PlayContext(vllm_engine, chat)
     ).play_episode()
     table = trajectory.samples[0].table
     ids, sampled = table["token_ids"], np.flatnonzero(table["loss_mask"])

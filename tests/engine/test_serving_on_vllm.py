@@ -13,6 +13,7 @@ from r3async.rollout.agent_player import open_agent_player
 from r3async.rollout.endpoint.tool_parsers import select_tool_parser
 from r3async.rollout.engine import EngineError
 from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from tests.helpers.engine import Reference
 
@@ -42,7 +43,9 @@ async def test_what_an_agent_causes_is_recorded_as_transformers_would_compute_it
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     env = EnvConfig(name="agent:tests.engine.test_serving_on_vllm:plays")
-    async with open_agent_player(env, vllm_engine, ChatRenderer(tokenizer), SETTINGS, ServingConfig()) as play:
+    async with open_agent_player(
+        env, SETTINGS, ServingConfig(), PlayContext(vllm_engine, ChatRenderer(tokenizer))
+    ) as play:
         trajectory = await play(EpisodeTask(0, 0, 7))
     assert [turn.index for turn in trajectory.turns] == [0, 1, 2, 3]
     assert len(trajectory.samples) == 3  # the conversation, its second ending, and the completion

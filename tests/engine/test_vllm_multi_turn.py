@@ -14,6 +14,7 @@ from r3async.data.versions import expand_version_spans
 from r3async.envs import Message, StepResult
 from r3async.rollout.engine import Generation
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
@@ -143,10 +144,12 @@ async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_st
         trajectory = await EpisodePlayer(
             EpisodeTask(0, 0, 0),
             env,
-            Interrupted(vllm_engine, then),
-            ChatRenderer(build_byte_tokenizer()),
             limits,
-            report_event=lambda event, **fields: reports.append((event, fields["attempt"])),
+            PlayContext(
+                Interrupted(vllm_engine, then),
+                ChatRenderer(build_byte_tokenizer()),
+                report_event=lambda event, **fields: reports.append((event, fields["attempt"])),
+            ),
         ).play_episode()
     assert env.begun == 1
     assert reports == [("call_failed", 1)]

@@ -16,6 +16,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import load_config
+from r3async.config.weights import WeightsConfig
 from r3async.rollout.vllm import worker as vllm_worker
 from r3async.rollout.vllm.engine import _verify_manifest
 from r3async.rollout.vllm.nccl_sender import (
@@ -140,11 +141,13 @@ def hang():
     return set()
 
 
+def settings(timeout: float) -> WeightsConfig:
+    return WeightsConfig(bucket_bytes=64, install_timeout=timeout)
+
+
 @pytest.fixture
 def sender(tmp_path, wire, hang):
-    made = NcclSender(
-        tmp_path, "127.0.0.1", 64, lambda nbytes: 20.0, lambda endpoint, link: Beside(endpoint, link, wire, hang)
-    )
+    made = NcclSender(tmp_path, "127.0.0.1", settings(20.0), lambda endpoint, link: Beside(endpoint, link, wire, hang))
     yield made
     made.close()
 
@@ -230,7 +233,7 @@ def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
 def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
         make_nccl_sender()
-    with contextlib.closing(NcclSender(tmp_path, "127.0.0.1", 64, lambda nbytes: 100.0)) as sender:
+    with contextlib.closing(NcclSender(tmp_path, "127.0.0.1", settings(100.0))) as sender:
         manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=100.0)
         with pytest.raises(WeightError, match=r"version 0 was not sent: the process .* ended with code 1"):
             request_receive_offer(manifest, 0, 1)
@@ -334,17 +337,13 @@ class Machine:
 
     def __init__(self, versions=(0, 1, 2)):
         self.processes: dict[str, Process] = {}
-        self.posted: list[tuple] = []
-        self.versions = list(versions)
+        self.paths = {version: f"/v{version}" for version in versions}
         self.links = NcclLinkTable(
             "10.0.0.1",
             1024,
             TIMEOUT,
             start_process=self._start,
-            send_message=lambda to, message: self.posted.append(
-                (to, decode_nccl_message(encode_nccl_message(message)))
-            ),
-            find_path=lambda version: f"/v{version}" if version in self.versions else None,
+            paths=self.paths,
             find_port=lambda host: 4000 + len(self.processes),
         )
 
@@ -365,7 +364,8 @@ class Machine:
             self.ready(version, rank, **options)
 
     def take(self) -> list[tuple]:
-        posted, self.posted = self.posted, []
+        posted = [(to, decode_nccl_message(encode_nccl_message(message))) for to, message in self.links.outbox]
+        self.links.outbox.clear()
         return posted
 
     def deliver(self, version, *, generator="g0", now=0.0, **kwargs):
@@ -472,7 +472,7 @@ def test_workers_get_the_reason_that_the_process_ended_that_too_few_came_and_tha
     machine.ready(7, 0)
     assert machine.take() == [(b"g0.0", Refused("version 7 is not kept"))]
     machine.ready(1, 0)
-    machine.versions.remove(1)
+    del machine.paths[1]
     machine.links.handle_message(b"s", Up(machine.names[-1]), 0.0)
     machine.links._links["g0"].waiting_workers[1] = b"g0.1"
     machine.links.handle_message(b"s", Up(machine.names[-1]), 0.0)

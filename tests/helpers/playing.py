@@ -7,6 +7,7 @@ from typing import Any
 from r3async.config import EpisodeConfig
 from r3async.rollout.episode import EpisodeTask
 from r3async.rollout.lease_player import PlayedEpisode, RetryingPlayer
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 
 
@@ -20,12 +21,9 @@ def make_player(
 ) -> RetryingPlayer:
     """Return the player of generator "g", which appends each event and its facts to `reports`."""
     return RetryingPlayer(
-        factory=factory,
-        engine=engine,
-        renderer=chat,
-        settings=settings,
-        generator_id="g",
-        report_event=lambda event, **facts: reports.append((event, facts)),
+        PlayContext(engine, chat, "g", lambda event, **facts: reports.append((event, facts))),
+        settings,
+        factory,
         **options,
     )
 

@@ -10,10 +10,12 @@ from r3async.data.tokens import TokenTable, Trajectory
 from r3async.rollout.endpoint.server import AgentServer
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
+from tests.helpers.world import Reports
 
 SETTINGS = EpisodeConfig(max_turns=8, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20)
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
@@ -41,8 +43,16 @@ def answer_ids(chat: ChatRenderer, *texts: str, end: bool = True) -> list[list[i
     return [[*chat.encode(text), *([chat.eos_token_id] if end else [])] for text in texts]
 
 
-async def ready(script, **options) -> ScriptedEngine:
+def make_scripted_engine(script, **options) -> ScriptedEngine:
+    """Return an engine; `before_token` and `before_install` replace the methods of these names."""
+    replaced = {name: options.pop(name) for name in ("before_token", "before_install") if name in options}
     engine = ScriptedEngine(script, **options)
+    vars(engine).update(replaced)
+    return engine
+
+
+async def ready(script, **options) -> ScriptedEngine:
+    engine = make_scripted_engine(script, **options)
     await engine.start()
     await engine.install_version(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
     return engine
@@ -50,7 +60,7 @@ async def ready(script, **options) -> ScriptedEngine:
 
 @asynccontextmanager
 async def serving(engine, chat, settings=SETTINGS, **values):
-    server = AgentServer(engine, chat, settings, ServingConfig(**values))
+    server = AgentServer(settings, ServingConfig(**values), PlayContext(engine, chat, report_event=Reports()))
     await server.start()
     try:
         yield server

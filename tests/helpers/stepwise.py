@@ -11,6 +11,7 @@ from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import torch as ht
@@ -66,7 +67,7 @@ def play(mode: str) -> tuple[list[Trajectory], list[Sampler]]:
     limits = EpisodeConfig(max_new_tokens=16, max_prompt_tokens=300, max_total_tokens=400, rows=mode, temperature=0.8)
     engines = [Sampler(seed, chat.eos_token_id) for seed in range(EPISODES)]
     trajectories = [
-        asyncio.run(EpisodePlayer(EpisodeTask(0, i, 0), Graded(i), engine, chat, limits).play_episode())
+        asyncio.run(EpisodePlayer(EpisodeTask(0, i, 0), Graded(i), limits, PlayContext(engine, chat)).play_episode())
         for i, engine in enumerate(engines)
     ]
     return trajectories, engines

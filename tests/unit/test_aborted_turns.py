@@ -11,6 +11,7 @@ from r3async.rollout.endpoint.protocol import ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.engine import EngineError, Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.tools.init_model import build_byte_tokenizer
@@ -89,7 +90,9 @@ async def test_the_episode_goes_on_from_its_answered_turns_and_only_that_call_is
     chat, engine = await engine_that(how, 2, 3)
     env, reports = Counts(), []
     report = lambda event, **fields: reports.append((event, fields["attempt"]))  # noqa: E731
-    trajectory = await EpisodePlayer(TASK, env, engine, chat, limits(rows=rows), report_event=report).play_episode()
+    trajectory = await EpisodePlayer(
+        TASK, env, limits(rows=rows), PlayContext(engine, chat, report_event=report)
+    ).play_episode()
     assert (env.begun, len(env.answers), len(engine.requests)) == (1, 3, 5)
     asked = [request.prompt_ids.tolist() for request in engine.requests]
     assert asked[2] == asked[3] == asked[4]
@@ -102,7 +105,7 @@ async def test_a_row_that_branches_is_asked_again_too():
     chat = renderer(QWEN3)
     answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]
     engine = GivesUp(await ready([answer]), "partial", 1, 2)
-    trajectory = await EpisodePlayer(TASK, Counts(), engine, chat, limits()).play_episode()
+    trajectory = await EpisodePlayer(TASK, Counts(), limits(), PlayContext(engine, chat)).play_episode()
     assert len(trajectory.samples) == 3
     check(trajectory, engine.requests)
 
@@ -121,7 +124,7 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
 @pytest.mark.parametrize("how", ["error", "partial", "nothing"])
 async def test_an_agent_is_answered_late_and_does_not_notice(how):
     chat, engine = await engine_that(how, 1, 3)
-    session = AgentSession(TASK, engine, chat, limits())
+    session = AgentSession(TASK, limits(), PlayContext(engine, chat))
     talk = [Message("user", "go")]
     for _ in range(3):
         _, message = await handed_out(session.answer_chat(talk))
@@ -137,7 +140,7 @@ async def test_an_agent_is_answered_late_and_does_not_notice(how):
 
 async def test_an_agent_whose_engine_fails_too_often_is_refused_and_the_engine_named():
     chat, engine = await engine_that("nothing", *range(1, 99))
-    session = AgentSession(TASK, engine, chat, limits(engine_retries=1))
+    session = AgentSession(TASK, limits(engine_retries=1), PlayContext(engine, chat))
     await handed_out(session.answer_chat([Message("user", "go")]))
     with pytest.raises(ApiError, match="the engine failed") as refused:
         await handed_out(session.answer_chat([Message("user", "again")]))
@@ -157,7 +160,7 @@ async def test_closing_a_session_ends_a_call_that_is_made_again():
         return await GivesUp.generate(engine, request)
 
     engine.generate = hold
-    session = AgentSession(TASK, engine, chat, limits())
+    session = AgentSession(TASK, limits(), PlayContext(engine, chat))
     asking = asyncio.create_task(handed_out(session.answer_chat([Message("user", "go")])))
     async with asyncio.timeout(10):
         await asked_again.wait()

@@ -16,6 +16,7 @@ from r3async.rollout.agent_player import open_agent_player
 from r3async.rollout.agents import make_agent, parse_last_reward
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
+from r3async.rollout.play_context import PlayContext
 from tests.helpers.serving import TASK, answer_ids, ready, renderer
 from tests.helpers.transport import until
 
@@ -36,7 +37,9 @@ def program(code, **args):
 async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
     chat = renderer()
     engine = await ready(answer_ids(chat, *answers))
-    async with open_agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
+    async with open_agent_player(
+        env, settings, ServingConfig(**values), PlayContext(engine, chat, generator_id="g")
+    ) as player:
         return await player(task)
 
 
@@ -90,7 +93,7 @@ async def test_an_agent_that_takes_too_long_loses_its_episode_and_the_setting_is
 async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_it():
     chat = renderer()
     engine = await ready([[1]])
-    async with open_agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
+    async with open_agent_player(function("counts"), SETTINGS, ServingConfig(), PlayContext(engine, chat)) as player:
         await engine.stop()
         with pytest.raises(Exception, match="the engine is not running"):
             await player(TASK)
@@ -260,7 +263,11 @@ async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_
     engine = await ready(answer_ids(chat, "ab"))
     serving = ServingConfig(enabled=True)
     async with open_agent_player(
-        EnvConfig(name="agent-outside"), engine, chat, SETTINGS, serving, generator_id="g0", directory=tmp_path
+        EnvConfig(name="agent-outside"),
+        SETTINGS,
+        serving,
+        PlayContext(engine, chat, generator_id="g0"),
+        directory=tmp_path,
     ) as player:
         file = tmp_path / "serving-g0.json"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -281,7 +288,9 @@ async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_
 async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked():
     chat = renderer()
     engine = await ready([[1]])
-    async with open_agent_player(EnvConfig(name="reverse-text"), engine, chat, SETTINGS, ServingConfig()) as player:
+    async with open_agent_player(
+        EnvConfig(name="reverse-text"), SETTINGS, ServingConfig(), PlayContext(engine, chat)
+    ) as player:
         assert player is None
 
 

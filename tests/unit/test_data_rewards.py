@@ -16,6 +16,7 @@ from r3async.envs.builtin_rewards import find_last_number
 from r3async.record.trained_trajectories import compute_episode_metrics
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.evaluation import evaluate_without_model
+from r3async.rollout.play_context import PlayContext
 from r3async.tools.eval import describe_result
 from tests.helpers.judge import PORT, judge_answers
 from tests.helpers.rewards import play_answer, rewarded_rows
@@ -192,7 +193,10 @@ async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step
     chat = renderer()
     engine = await ready(answer_ids(chat, "wrong", "ab"))
     limits = EpisodeConfig(max_turns=1, max_new_tokens=16, max_prompt_tokens=64, max_total_tokens=128)
-    played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play_episode() for i in range(2)]
+    played = [
+        await EpisodePlayer(EpisodeTask(0, i, 0), env, limits, PlayContext(engine, chat)).play_episode()
+        for i in range(2)
+    ]
     sent = [decode_trajectory(encode_trajectory(each)) for each in played]
     wrong, right = {"rewards/plain": 0.0, "rewards/lengths": 6.0}, {"rewards/plain": 1.0, "rewards/lengths": 3.0}
     assert [each.metrics for each in sent] == [wrong, right]

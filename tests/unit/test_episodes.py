@@ -8,6 +8,7 @@ from r3async.config import ConfigError, EpisodeConfig, load_config
 from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.builtin import ReverseText
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, PromptTooLongError
+from r3async.rollout.play_context import PlayContext
 from r3async.tools.preflight import try_environments
 from tests.helpers.playing import make_player, play_lease
 from tests.helpers.serving import TASK, answer_ids, ready, renderer
@@ -28,7 +29,9 @@ def chat():
 
 
 async def play(chat, engine, settings=SETTINGS, env=None):
-    return await EpisodePlayer(TASK, env or ReverseText(4, 3), engine, chat, settings, generator_id="g").play_episode()
+    return await EpisodePlayer(
+        TASK, env or ReverseText(4, 3), settings, PlayContext(engine, chat, generator_id="g")
+    ).play_episode()
 
 
 class Talker:

@@ -15,6 +15,7 @@ from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.samples import SampleBuilder
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from tests.helpers.serving import ready, renderer
@@ -185,7 +186,9 @@ def test_whole_episodes_equal_a_position_by_position_reference(told):
     limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=1000, max_total_tokens=1024)
     chat = renderer()
     trajectory = asyncio.run(
-        EpisodePlayer(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits).play_episode()
+        EpisodePlayer(
+            EpisodeTask(0, 0, 0), Told([length for length, _ in told]), limits, PlayContext(engine, chat)
+        ).play_episode()
     )
     assert len(trajectory.turns) == len(engine.requests) == len(told)
     engine.reference.check(trajectory.samples[0].table)

@@ -19,6 +19,7 @@ from r3async.rollout.evaluation_results import (
     pass_at_k,
     summarize_outcomes,
 )
+from r3async.rollout.play_context import PlayContext
 from r3async.schedule.tasks import evaluation_seed, training_seed
 from r3async.tools.eval import describe_result
 from tests.helpers.serving import answer_ids, ready, renderer
@@ -72,7 +73,7 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
     async def make_factory(env):
         return Watched
 
-    player = EvaluationPlayer(Config(), engine, chat, make_factory, REVERSE, progress=said_so_far.append)
+    player = EvaluationPlayer(Config(), PlayContext(engine, chat), make_factory, REVERSE, progress=said_so_far.append)
     result = await player.play_set(REVERSE, EvaluationConfig(tasks=5, seed=1), EPISODE)
     assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
     assert len(said_so_far) == result.episodes == 5
@@ -140,7 +141,7 @@ async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks()
     async def make_factory(env):
         return build_environment_factory(env)
 
-    player = EvaluationPlayer(Config(), engine, chat, make_factory, REVERSE)
+    player = EvaluationPlayer(Config(), PlayContext(engine, chat), make_factory, REVERSE)
     made = await player.play_set(REVERSE, tasks, EPISODE)
     assert (made.episodes, made.tasks, list(made.passes)) == (12, 3, ["1", "2", "4"])
     assert {call.temperature for call in engine.requests} == {0.5}

@@ -5,6 +5,7 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask, build_failed_trajectory
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_supports
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
@@ -26,7 +27,7 @@ async def played(chat, **settings):
     await engine.start()
     await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     config = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, **settings)
-    return engine, await EpisodePlayer(TASK, Talker(), engine, chat, config).play_episode()
+    return engine, await EpisodePlayer(TASK, Talker(), config, PlayContext(engine, chat)).play_episode()
 
 
 def validate(trajectory, masked):

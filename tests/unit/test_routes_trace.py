@@ -29,6 +29,7 @@ from r3async.record.routes import (
 )
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.lease_player import RetryingPlayer
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
@@ -216,12 +217,9 @@ async def play(engine, fail_first: bool) -> list[Sample]:
             return result
 
     player = RetryingPlayer(
-        factory=lambda: Fails(4, 3),
-        engine=engine,
-        renderer=ChatRenderer(build_byte_tokenizer()),
-        settings=EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
-        generator_id="generator-0",
-        report_event=Reports(),
+        PlayContext(engine, ChatRenderer(build_byte_tokenizer()), "generator-0", Reports()),
+        EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
+        lambda: Fails(4, 3),
     )
     played = [one for group in range(2) for one in await play_lease(player, group, 7, (0, 1))]
     return [sample for one in played for sample in one.trajectory.samples]

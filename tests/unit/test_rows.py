@@ -17,6 +17,7 @@ from r3async.envs import Message, StepResult
 from r3async.rollout import samples as samples_module
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.samples import EpisodeSamples, PrefixMismatchError, common_prefix_length
 from r3async.tools.init_model import build_byte_tokenizer
@@ -77,7 +78,7 @@ class Told:
 
 
 def play(env, engine, chat, limits=LIMITS) -> Trajectory:
-    return asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play_episode())
+    return asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), env, limits, PlayContext(engine, chat)).play_episode())
 
 
 def check(trajectory: Trajectory, engine: Says) -> None:
@@ -422,14 +423,14 @@ async def test_time_that_runs_out_leaves_the_turns_that_have_a_reward():
     engine = Says([[*chat.encode("yes"), chat.eos_token_id]])
     limits = EpisodeConfig(max_new_tokens=8, timeout=0.2)
     env = Slow([("say", [Message("user", "?")])] * 4)
-    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play_episode()
+    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 0), env, limits, PlayContext(engine, chat)).play_episode()
     assert trajectory.stop_reason == "timeout"
     assert len(engine.calls) == 4
     assert [t.index for t in trajectory.turns] == [0, 1, 2]
     (sample,) = trajectory.samples
     assert len(sample.table) == trajectory.turns[-1].stop
     with pytest.raises(EpisodeError, match=r"episode\.timeout = 0.2"):
-        await EpisodePlayer(EpisodeTask(0, 0, 0), Slow([("say", [])]), engine, chat, limits).play_episode()
+        await EpisodePlayer(EpisodeTask(0, 0, 0), Slow([("say", [])]), limits, PlayContext(engine, chat)).play_episode()
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))

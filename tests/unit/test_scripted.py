@@ -37,7 +37,8 @@ from r3async.weights.version_store import VersionStore
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
 from tests.helpers.scripted import scripted_logprob, scripted_routes
-from tests.helpers.world import Clock
+from tests.helpers.serving import make_scripted_engine
+from tests.helpers.world import Clock, Outside
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
 
@@ -64,7 +65,7 @@ def manifest(version: int) -> WeightManifest:
 
 
 async def started(script, **options) -> ScriptedEngine:
-    engine = ScriptedEngine(script, **options)
+    engine = make_scripted_engine(script, **options)
     await engine.start()
     return engine
 
@@ -187,7 +188,7 @@ async def test_failures_are_engine_errors():
     async def broken(manifest):
         raise OSError("no such file")
 
-    engine = ScriptedEngine([[1]], before_install=broken)
+    engine = make_scripted_engine([[1]], before_install=broken)
     with pytest.raises(EngineError, match="not running"):
         await engine.generate(request())
     await engine.start()
@@ -211,11 +212,11 @@ async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in
         clock.now += 5.0
         await loading.wait()
 
-    engine = await started([list(range(1, 11))] * 2, answer_seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    engine = await started([list(range(1, 11))] * 2, token_seconds=0.1, world=Outside(clock))
     first = asyncio.create_task(engine.generate(request(20)))
     await asyncio.sleep(0)
     clock.now = 0.4
-    engine._before_install = load
+    engine.before_install = load
     installing = asyncio.create_task(engine.install_version(manifest(3), 5))
     await asyncio.sleep(0.2)  # the loop's clock goes on, and the engine's stands
     second = asyncio.create_task(engine.generate(request(20)))
@@ -236,7 +237,7 @@ async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in
 
 async def test_an_answer_that_takes_time_is_aborted_with_what_was_sampled_and_ends_with_the_engine():
     clock = Clock()
-    engine = await started([list(range(1, 11))] * 2, answer_seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    engine = await started([list(range(1, 11))] * 2, token_seconds=0.1, world=Outside(clock))
     first = asyncio.create_task(engine.generate(request(20)))
     await asyncio.sleep(0)
     clock.now = 0.3

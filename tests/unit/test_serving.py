@@ -171,7 +171,7 @@ async def test_max_tokens_is_honoured_and_bounded_by_the_episode():
         for values in ({"max_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 7}, {"max_tokens": 99}, {}):
             assert (await ask(client, [user("a")], **values)).choices[0].finish_reason == "length"
         await ask(client, [user("a" * 36)])
-        assert [c.max_tokens for c in server._engine.requests] == [3, 3, 8, 8, 44 - 38]
+        assert [c.max_tokens for c in server.context.engine.requests] == [3, 3, 8, 8, 44 - 38]
 
 
 async def test_a_context_that_is_too_long_and_too_many_turns_are_errors_that_agents_know():
@@ -205,11 +205,11 @@ async def test_only_a_key_that_is_still_open_is_answered():
 async def test_closing_a_session_aborts_what_runs_in_it():
     async with talking(["abc"], options={"before_token": asyncio.Event().wait}) as (server, session, client):
         asking = asyncio.create_task(ask(client, [user("a")]))
-        await until(lambda: server._engine.requests)
+        await until(lambda: server.context.engine.requests)
         server.close_session(session)
         with pytest.raises(openai.AuthenticationError):
             await asking
-        assert server._engine.collect_stats()["running"] == 0
+        assert server.context.engine.collect_stats()["running"] == 0
         session.set_reward(1)
         with pytest.raises(EpisodeError, match="got no answer"):
             session.build_trajectory("stop")
@@ -220,7 +220,7 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
     async with talking(["abc"], options={"before_token": never.wait}) as (server, session, client):
         with pytest.raises(openai.APITimeoutError):
             await ask(client, [user("a")], timeout=0.3)
-        await until(lambda: not server._engine.collect_stats()["running"])
+        await until(lambda: not server.context.engine.collect_stats()["running"])
         never.set()
         await ask(client, [user("a")])
         (sample,) = finished(session).samples
@@ -229,9 +229,10 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(stream):
-    reports, parsing, gone = [], asyncio.Event(), asyncio.Event()
+    parsing, gone = asyncio.Event(), asyncio.Event()
     async with talking(["first", "second"]) as (server, _, _):
-        parse, server._report_event = server._parse_tool_calls, lambda event, **fields: reports.append((event, fields))
+        reports = server.context.report_event
+        parse = server._parse_tool_calls
 
         async def slow(text, *known):
             parsing.set()
@@ -248,7 +249,7 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
             asking = asyncio.create_task(ask(client, [user("a")], stream=stream))
             async with asyncio.timeout(10):
                 await parsing.wait()
-                assert len(server._engine.requests) == 1
+                assert len(server.context.engine.requests) == 1
                 asking.cancel()
                 await gone.wait()
             assert session.turn_count == 0
@@ -266,10 +267,10 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
 
 async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
     """More than its sockets hold: the rest waits in the endpoint for a reader that does not come."""
-    reports, small = [], (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    small = (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     limits = EpisodeConfig(max_new_tokens=3000, max_prompt_tokens=900, max_total_tokens=5000)
     async with talking(["x" * 2000], settings=limits) as (server, _, _):
-        server._report_event = lambda event, **fields: reports.append((event, fields["tokens"]))
+        reports = server.context.report_event
         session = server.open_session(TASK)
         body = json.dumps({"messages": [user("a")], "logprobs": True, "top_logprobs": 1}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
@@ -285,7 +286,7 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
         writer.transport.abort()
         await until(lambda: reports)
         assert session.turn_count == 0
-    assert reports == [("answer_undelivered", 2001)]
+    assert [(event, facts["tokens"]) for event, facts in reports] == [("answer_undelivered", 2001)]
 
 
 async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks():
@@ -310,7 +311,7 @@ async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks
 async def test_an_engine_failure_is_reported_once_and_remembered():
     async with talking(["a"]) as (server, session, _):
         async with client_of(server, session.key, max_retries=2) as client:
-            await server._engine.stop()
+            await server.context.engine.stop()
             with pytest.raises(openai.InternalServerError, match="the engine failed"):
                 await ask(client, [user("a")])
     assert "not running" in str(session.engine_failure)

@@ -14,6 +14,7 @@ from r3async.record.route_verification import find_engine_routes
 from r3async.record.routes import EngineCall, TrainedRoutes, parse_episode_id
 from r3async.rollout.endpoint.protocol import AgentRequest, ApiError
 from r3async.rollout.endpoint.session import AgentSession
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import HERMES, TASK, finished, handed_out, merging_renderer, ready
@@ -92,7 +93,7 @@ async def _play(requests, rows, chat, kind=AgentSession):
         # An answer has at least one token; one that does not end runs to the limit, of which there is none in reach.
         answers.append([*ids, chat.eos_token_id] if r["ended"] or not ids else ids)
     engine = await ready(lambda request, index: answers[int(request.request_id.rpartition("t")[2])])
-    session = kind(TASK, engine, chat, limits)
+    session = kind(TASK, limits, PlayContext(engine, chat))
     histories: list[list[Message]] = []
 
     async def one(request):
@@ -151,7 +152,7 @@ async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
     chat = RENDERERS["plain"]
     engine = await ready([[*chat.encode("ab"), chat.eos_token_id]])
     limits = EpisodeConfig(max_turns=99, max_prompt_tokens=9000, max_total_tokens=10000)
-    session, history, encoded = AgentSession(TASK, engine, chat, limits), [], []
+    session, history, encoded = AgentSession(TASK, limits, PlayContext(engine, chat)), [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "encode", lambda text: encoded.append(len(text)) or type(chat).encode(chat, text))
         for turn in range(60):
@@ -168,7 +169,9 @@ async def test_an_answer_keeps_its_own_tokens_on_every_branch_that_repeats_it(te
     chat = RENDERERS[template]
     spelled = [[chat.encode(c)[0] for c in text] + [chat.eos_token_id] for text in ("abab", "ba", "aa", "b")]
     engine = await ready(spelled)
-    session = AgentSession(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
+    session = AgentSession(
+        TASK, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000), PlayContext(engine, chat)
+    )
     root = [Message("user", "ab")]
     first, _ = await handed_out(session.answer_chat(root))
     left = [*root, Message("assistant", "abab"), Message("user", "left")]
@@ -188,7 +191,9 @@ async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
     chat = RENDERERS["hermes"]
     spelled = [[chat.encode(c)[0] for c in text] + [chat.eos_token_id] for text in ("abab", "ba", "b")]
     engine = await ready(spelled)
-    session = AgentSession(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
+    session = AgentSession(
+        TASK, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000), PlayContext(engine, chat)
+    )
     history = [Message("user", "one"), Message("assistant", "abab"), Message("user", "two"), Message("assistant", "ba")]
     await handed_out(session.answer_chat(history[:1]))
     await handed_out(session.answer_chat(history[:3]))
@@ -208,7 +213,7 @@ async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episod
     engine = await ready([[*chat.encode(text), chat.eos_token_id] for text in ("p", "ab", "q", "ba")])
     limits = EpisodeConfig(max_turns=2, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
     report = lambda event, **fields: reports.append((event, fields["tokens"]))  # noqa: E731
-    session, asked = AgentSession(TASK, engine, chat, limits, report_event=report), []
+    session, asked = AgentSession(TASK, limits, PlayContext(engine, chat, report_event=report)), []
     for said in ("one", "another"):
         with pytest.raises(ConnectionResetError):
             async with session.answer_chat([*asked, Message("user", "a long " + said)]):
@@ -225,7 +230,7 @@ async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episod
 async def test_merged_rows_refuse_a_branch_and_name_the_setting():
     chat = RENDERERS["plain"]
     limits = EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
-    session = AgentSession(TASK, await ready([[chat.eos_token_id]]), chat, limits)
+    session = AgentSession(TASK, limits, PlayContext(await ready([[chat.eos_token_id]]), chat))
     await handed_out(session.answer_chat([Message("user", "one")]))
     with pytest.raises(ApiError, match=r"episode\.rows"):
         await handed_out(session.answer_chat([Message("user", "two")]))
@@ -254,7 +259,9 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
             return got
 
     engine = await ready([[*chat.encode(c), chat.eos_token_id] for c in "pqrs"])
-    session = AgentSession(TASK, Recorded(engine), chat, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000))
+    session = AgentSession(
+        TASK, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000), PlayContext(Recorded(engine), chat)
+    )
     gates["g00000003e0000t0"].set()
     root = [Message("user", "x")]
     sampled, _ = await handed_out(session.answer_chat(root))

@@ -9,6 +9,7 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.endpoint.session import AgentSession
+from r3async.rollout.play_context import PlayContext
 from tests.helpers.serving import TASK, answer_ids, ask, client_of, handed_out, ready, renderer, talking, user
 from tests.helpers.transport import until
 
@@ -46,7 +47,7 @@ async def post(server, session, path, body, **options):
 
 async def test_texts_are_rendered_and_tokenised_off_the_event_loop():
     async with talking(["one", "two"]) as (server, session, client):
-        with watched_tokenizer(server._renderer) as threads:
+        with watched_tokenizer(server.context.renderer) as threads:
             await ask(client, [user("a question")])
             await client.completions.create(model="m", prompt="a text")
         assert len(threads) >= 3
@@ -67,10 +68,10 @@ async def test_texts_are_rendered_and_tokenised_off_the_event_loop():
 )
 async def test_what_cannot_fit_is_refused_before_it_is_tokenised(path, body):
     async with talking(["never"]) as (server, session, _):
-        with watched_tokenizer(server._renderer) as threads:
+        with watched_tokenizer(server.context.renderer) as threads:
             encoded = []
-            server._renderer.encode = lambda text: encoded.append(text)
-            server._renderer.decode = lambda ids: encoded.append(ids)
+            server.context.renderer.encode = lambda text: encoded.append(text)
+            server.context.renderer.decode = lambda ids: encoded.append(ids)
             status, answer = await post(server, session, path, body)
         assert status == 400
         assert "context_length_exceeded" in str(answer["error"])
@@ -92,7 +93,7 @@ async def test_a_text_that_fits_is_never_refused_for_its_characters():
 
 async def test_a_body_messages_and_tools_have_limits():
     async with talking(["ok"], max_body_bytes=20_000, max_messages=3) as (server, session, _):
-        with watched_tokenizer(server._renderer) as threads:
+        with watched_tokenizer(server.context.renderer) as threads:
             status, answer = await post(server, session, "chat/completions", {"messages": [user("x" * 30_000)]})
             assert status == 413
             status, answer = await post(server, session, "chat/completions", {"messages": [user("x")] * 4})
@@ -148,13 +149,13 @@ async def test_a_connection_that_does_not_say_what_it_wants_is_closed(sent):
 
 async def test_a_connection_that_is_idle_after_an_answer_is_closed_and_a_long_answer_is_not():
     async with talking(["ok"], read_timeout=0.3) as (server, session, _):
-        generate, release = server._engine.generate, asyncio.Event()
+        generate, release = server.context.engine.generate, asyncio.Event()
 
         async def slow(request):
             await release.wait()
             return await generate(request)
 
-        server._engine.generate = slow
+        server.context.engine.generate = slow
         asking = asyncio.create_task(post(server, session, "chat/completions", {"messages": [user("x")]}))
         await asyncio.sleep(0.8)
         assert not asking.done()
@@ -217,9 +218,8 @@ async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
 @pytest.mark.parametrize("key", ["guess", "\udcff", "", "r3-" + "x" * 4000], ids=["guess", "no text", "none", "long"])
 @pytest.mark.parametrize("path", ["models", "r3async/session", "r3async/sessions"])
 async def test_whoever_is_refused_loses_his_connection_and_writes_no_event(key, path, caplog):
-    reports = []
     async with talking(["ok"], enabled=True) as (server, _, _):
-        server._report_event = lambda event, **fields: reports.append((event, fields))
+        reports = server.context.report_event
         method = b"POST" if path == "r3async/sessions" else b"GET"
         assert (await answer_to(server, asking(key, path).replace(b"GET", method))).startswith(b"HTTP/1.1 401")
         for wrong in (b"GET /v1/nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: \0\r\n\r\n"):
@@ -252,7 +252,7 @@ async def test_an_answer_counts_once_also_before_its_caller_has_it():
 
     engine.generate = answer
     settings = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)
-    session = AgentSession(TASK, engine, chat, settings)
+    session = AgentSession(TASK, settings, PlayContext(engine, chat))
 
     async def ask_after_the_first():
         await answered.wait()

@@ -322,7 +322,7 @@ async def test_each_protocol_has_its_own_statuses_and_error_objects():
             counted = await other.messages.count_tokens(model="m", messages=[user("a")], tools=[TOOL])
             asked = await other.messages.create(model="m", max_tokens=9, messages=[user("a")], tools=[TOOL])
             assert counted.input_tokens == asked.usage.input_tokens
-            await server._engine.stop()
+            await server.context.engine.stop()
             with pytest.raises(anthropic.InternalServerError) as failed:
                 await other.messages.create(model="m", max_tokens=9, messages=[user("a")])
             assert failed.value.body["error"]["type"] == "api_error"
@@ -382,7 +382,7 @@ async def test_a_stop_string_is_not_handed_out_was_sampled_and_what_closes_the_t
         async with asking as stream:
             third = await stream.get_final_message()
         assert (third.content[0].text, third.stop_reason, third.stop_sequence) == ("So ", "stop_sequence", "3.")
-        assert [call.stop_strings for call in server._engine.requests] == [
+        assert [call.stop_strings for call in server.context.engine.requests] == [
             ("own", "Observation:", "xyz"),
             ("own", "Observation:"),
             ("own", "3.", ".;"),
@@ -428,7 +428,7 @@ async def test_each_protocols_effort_is_shown_to_the_model_where_its_template_kn
             (await other.messages.count_tokens(model="m", messages=talk, **asked)).input_tokens
             for asked in ({}, {"output_config": {"effort": "high"}})
         ]
-        shown = [session.renderer.decode(call.prompt_ids.tolist()) for call in server._engine.requests]
+        shown = [session.renderer.decode(call.prompt_ids.tolist()) for call in server.context.engine.requests]
     rest = "<|user|>x<|end|><|assistant|>"
     assert shown == [f"<|system|>{effort}<|end|>{rest}" for effort in ("low", "high", "max", "some")]
     assert counted == [len(renderer(HERMES).encode(text)) for text in (rest, shown[1])]
@@ -448,7 +448,7 @@ async def test_a_conversation_goes_on_with_the_effort_it_began_with_and_branches
 async def test_no_effort_is_no_thinking_and_an_effort_that_cannot_be_shown_is_refused():
     async with talking(["a"], THINKING) as (server, session, client):
         await ask(client, [user("x")], reasoning_effort="none")
-        (call,) = server._engine.requests
+        (call,) = server.context.engine.requests
         assert session.renderer.decode(call.prompt_ids.tolist()).startswith("<|system|>False<|end|>")
         for values in ({"reasoning_effort": "low"}, {"extra_body": {"chat_template_kwargs": {"messages": []}}}):
             with pytest.raises(openai.BadRequestError, match="only enable_thinking"):

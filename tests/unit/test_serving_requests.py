@@ -118,8 +118,8 @@ class Endpoint:
     """An endpoint to which any body can be posted. `events` are those of the run."""
 
     def __init__(self, server, session, http):
-        self.server, self.session, self._http, self.events = server, session, http, []
-        server._report_event = session._report_event = lambda name, **fields: self.events.append((name, fields))
+        self.server, self.session, self._http = server, session, http
+        self.events = server.context.report_event
 
     async def post(self, path, data, **headers):
         url = self.server.base_url.removesuffix("/v1") + path
@@ -314,7 +314,7 @@ async def test_a_thought_in_a_history_is_shown_where_the_template_has_it_and_ref
         blocks = [thought, {"type": "text", "text": "b"}]
         talk[1] = {"role": "assistant", "content": blocks}
         await other.messages.create(model="m", max_tokens=9, messages=talk)
-        shown = [session.renderer.decode(call.prompt_ids.tolist()) for call in server._engine.requests]
+        shown = [session.renderer.decode(call.prompt_ids.tolist()) for call in server.context.engine.requests]
     assert len(shown) == 2
     assert all("<|assistant|>(why)b<|end|>" in text for text in shown)
     async with talking(["a"], HERMES) as (_, session, client):

@@ -10,7 +10,7 @@ import json
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -43,12 +43,10 @@ from r3async.rollout.endpoint.protocol import (
 from r3async.rollout.endpoint.responses import RESPONSES_DIALECT
 from r3async.rollout.endpoint.session import AgentSession, build_closed_error
 from r3async.rollout.endpoint.tool_parsers import ParseToolCalls, parse_builtin, select_tool_parser
-from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeTask
-from r3async.rollout.renderer import ChatRenderer
+from r3async.rollout.play_context import PlayContext
 from r3async.transport.sockets import run_off_loop
 from r3async.untrusted import MalformedError, decode_json, format_value, to_bounded_int
-from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 
 SHUTDOWN_SECONDS = 2.0
@@ -76,31 +74,22 @@ class AgentServer:
 
     `open_session` and `close_session` are for the process that plays leased episodes. If
     `serving.enabled`, a client with `token` may take an episode that waits for an agent
-    (`offer_session`), or begin a new one that is not trained. `report_event` gets internal errors.
+    (`offer_session`), or begin a new one that is not trained. Internal errors are reported.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        renderer: ChatRenderer,
-        episode: EpisodeConfig,
+        settings: EpisodeConfig,
         serving: ServingConfig,
-        *,
-        generator_id: str = "",
-        report_event: EventReporter = ignore_event,
-        clock: Callable[[], float] = REAL_WORLD.clock.time,
+        context: PlayContext,
     ):
-        self.settings = episode
+        self.settings = settings
         self.serving = serving
-        self._clock = clock
         self.base_url = ""
         """URL of the endpoint, which ends in `/v1`; known after `start`."""
         self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
-        self._engine = engine
-        self._renderer = renderer
+        self.context = context
         self._parse_tool_calls: ParseToolCalls = parse_builtin
-        self._generator_id = generator_id
-        self._report_event = report_event
         self._sessions: dict[str, AgentSession] = {}
         self._outside_keys: set[str] = set()
         self._offered_sessions: deque[AgentSession] = deque()
@@ -116,7 +105,10 @@ class AgentServer:
         are not available.
         """
         self._parse_tool_calls = await select_tool_parser(
-            self.serving.tool_parser, self._engine, self._renderer, self._report_event
+            self.serving.tool_parser,
+            self.context.engine,
+            self.context.renderer,
+            self.context.report_event,
         )
         app = web.Application(
             client_max_size=self.serving.max_body_bytes, middlewares=[self._handle_errors]
@@ -170,14 +162,10 @@ class AgentServer:
         """Open a session for an episode. The client with its key plays it."""
         session = AgentSession(
             task,
-            self._engine,
-            self._renderer,
             self.settings,
-            generator_id=self._generator_id,
+            self.context,
             default_reward=self.serving.unrewarded,
             parse_tool_calls=self._parse_tool_calls,
-            clock=self._clock,
-            report_event=self._report_event,
         )
         self._sessions[session.key] = session
         return session
@@ -208,7 +196,7 @@ class AgentServer:
             )
         except Exception as error:
             if not _is_disconnected(request):
-                self._report_event("serving_failed", path=request.path, error=repr(error))
+                self.context.report_event("serving_failed", path=request.path, error=repr(error))
             refused = ApiError(f"internal error: {error!r}", status=500, error_type="server_error")
         # The official clients read this header to decide whether to retry.
         headers = {"x-should-retry": "true" if refused.can_retry else "false"}
@@ -307,7 +295,7 @@ class AgentServer:
             self.serving.model_name,
             sampled,
             message,
-            lambda: [self._renderer.decode([token]) for token in sampled.token_ids],
+            lambda: [self.context.renderer.decode([token]) for token in sampled.token_ids],
         )
 
     async def _handle_models(self, request: web.Request) -> web.Response:

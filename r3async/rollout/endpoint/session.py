@@ -30,13 +30,12 @@ from r3async.rollout.endpoint.protocol import (
 )
 from r3async.rollout.endpoint.template_args import apply_template_args
 from r3async.rollout.endpoint.tool_parsers import ParseToolCalls, parse_builtin
-from r3async.rollout.engine import Engine, EngineError, Generation
+from r3async.rollout.engine import EngineError, Generation
 from r3async.rollout.episode import EpisodeError, EpisodeTask, RetryingEngine, answer_capacity
+from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer, TemplateError, TextTooLongError
 from r3async.rollout.samples import EpisodeSamples, PendingCall, PrefixMismatchError
 from r3async.untrusted import format_value, to_bounded_int, to_finite_float
-from r3async.world import EventReporter, ignore_event
-from r3async.world.real import REAL_WORLD
 
 _TOKENIZER_THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 """Thread of the tokenizer. One, because a tokenizer does not support several threads at once, and a
@@ -88,20 +87,16 @@ class AgentSession:
     def __init__(
         self,
         task: EpisodeTask,
-        engine: Engine,
-        renderer: ChatRenderer,
         settings: EpisodeConfig,
+        context: PlayContext,
         *,
-        generator_id: str = "",
         default_reward: float | None = None,
         parse_tool_calls: ParseToolCalls = parse_builtin,
-        clock: Callable[[], float] = REAL_WORLD.clock.time,
-        report_event: EventReporter = ignore_event,
     ):
         self.key = f"r3-{secrets.token_urlsafe(32)}"
         self.task = task
         self.settings = settings
-        self.renderer = renderer
+        self.renderer = context.renderer
         self.closed = asyncio.Event()
         """Event that is set when the agent has ended the episode, or it was taken from the agent.
         No request is answered after that."""
@@ -111,16 +106,13 @@ class AgentSession:
         """Error of the engine after it failed too often; None otherwise."""
         self.stored_conversations: dict[str, Sequence[Mapping[str, Any]]] = {}
         """Conversations that a request may continue, by the id of their last answer."""
-        self._generator_id = generator_id
-        self._clock = clock
-        self._report_event = report_event
+        self._context = context
         self._default_reward = default_reward
         self._parse_tool_calls = parse_tool_calls
-        self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
-        name = task.trajectory_id
-        self._retrying_engine = RetryingEngine(
-            name, engine, settings, renderer.stop_token_ids, report_event
+        self._samples = EpisodeSamples(
+            context.engine.routing, settings.rows, settings.needs_sampling_mask
         )
+        self._retrying_engine = RetryingEngine(task.trajectory_id, settings, context)
         self._conversations: list[_AgentConversation] = []
         """Conversations in the order of their last answers. Used by the tokenizer's thread only."""
         self._answer_pieces: dict[str, list[PromptPiece]] = {}
@@ -138,7 +130,7 @@ class AgentSession:
         self._episode_reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._preview: list[dict[str, str]] = []
-        self._started_at = clock()
+        self._started_at = context.clock()
 
     @property
     def turn_count(self) -> int:
@@ -377,7 +369,7 @@ class AgentSession:
         except BaseException as error:
             self._samples.cancel_call(call)
             if sampled is not None and not isinstance(error, ApiError) and not self.closed.is_set():
-                self._report_event(
+                self._context.report_event(
                     "answer_undelivered",
                     episode=self.task.trajectory_id,
                     tokens=len(sampled.token_ids),
@@ -561,12 +553,12 @@ class AgentSession:
             turns = max(self._turn_rewards) + 1
         samples, described = self._samples.build_samples(name, self.settings.temperature, turns)
         return self.task.build_trajectory(
-            generator_id=self._generator_id,
+            generator_id=self._context.generator_id,
             stop_reason=stop_reason,
             turns=described,
             samples=samples,
             started_at=self._started_at,
-            finished_at=self._clock(),
+            finished_at=self._context.clock(),
             preview=self._preview,
         )
 

@@ -3,6 +3,13 @@ frozen, thawed and ended.
 
 Helpers tell where coroutines wait, and close those of ended processes without side
 effects or warnings.
+
+Nothing waits in real time: when no callback is ready, time jumps to the next timer. The order of
+callbacks depends on what was scheduled alone, in every Python process: tasks and futures hash by
+a number in the order of their creation, so that sets of them iterate in the same order.
+
+A callback belongs to the process that scheduled it (`CURRENT_PROCESS`, a context variable).
+Callbacks of a frozen process are put aside until it thaws; those of an ended process are dropped.
 """
 
 from __future__ import annotations
@@ -99,16 +106,6 @@ def format_raise_location(error: BaseException | None) -> str:
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     return f" at {format_location(at.tb_frame.f_code, at.tb_lineno)}" if at is not None else ""
-
-
-# An event loop in virtual time, which runs the tasks of many simulated processes.
-#
-# Nothing waits in real time: when no callback is ready, time jumps to the next timer. The order of
-# callbacks depends on what was scheduled alone, in every Python process: tasks and futures hash by
-# a number in the order of their creation, so that sets of them iterate in the same order.
-#
-# A callback belongs to the process that scheduled it (`CURRENT_PROCESS`, a context variable).
-# Callbacks of a frozen process are put aside until it thaws; those of an ended process are dropped.
 
 
 class DeadlockError(RuntimeError):

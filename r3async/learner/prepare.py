@@ -37,10 +37,6 @@ class PreparedStep(NamedTuple):
     digests: list[dict[str, int]]
 
 
-# The part of a step that follows from its groups alone: trainable trajectories, advantages,
-# minibatches, loss weights.
-
-
 def replace_untrainable(
     groups: Sequence[Sequence[Trajectory]],
     make_placeholder: Callable[[Trajectory], Trajectory],

@@ -24,6 +24,7 @@ from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.rank_group import RankGroup
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.shard_slice import ShardSlice
+from r3async.learner.tensor_layout import StackedTensors
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
 
@@ -98,7 +99,7 @@ class TinyRun:
         )
         slices = [
             ShardSlice((TensorSlice("embed.weight", (4, 3), (share * rank, 0), (share, 3)),)),
-            ShardSlice(experts, split=torch.unbind, join=torch.stack),
+            ShardSlice(experts, StackedTensors()),
             ShardSlice((TensorSlice.full_tensor("norm.weight", (3,)),), is_writer=rank == 0),
         ]
         for parameter in parameters:

@@ -224,13 +224,15 @@ class LoraAdapters:
         """Set the model's weights to the start model's, merged with the adapters."""
         for candidate, base, adapters in self._adapted:
             target = to_local(candidate.parameter.detach())
-            parts = zip(candidate.shard_slice.split(base.to(target.device)), adapters, strict=True)
+            parts = zip(
+                candidate.shard_slice.layout.split(base.to(target.device)), adapters, strict=True
+            )
             # Parts are rounded one at a time, because all experts of a layer are one parameter.
             made = [
                 (part if one is None else one.merge_weight(part)).to(target.dtype)
                 for part, one in parts
             ]
-            target.copy_(candidate.shard_slice.join(made))
+            target.copy_(candidate.shard_slice.layout.join(made))
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
@@ -252,7 +254,9 @@ def _project_gradient(one: _AdaptedParameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
     gradient = to_local(parameter.grad)
     parameter.grad = None
-    for adapter, part in zip(one.adapters, one.candidate.shard_slice.split(gradient), strict=True):
+    for adapter, part in zip(
+        one.adapters, one.candidate.shard_slice.layout.split(gradient), strict=True
+    ):
         if adapter is not None:
             adapter.project_gradient(part)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.config import Config, LearnerConfig
+from r3async.learner.gradient_reducer import GradientReducer, Gradients
 from r3async.learner.host_moments import HostMoments
 from r3async.learner.row_shares import UNSHARDED, RowShare, to_local
 
@@ -46,18 +47,6 @@ class OptimizerUpdate:
     predicted_drift: float | None = None
     is_beyond_limit: bool = False
     served_drift_estimate: float | None = None
-
-
-Gradients = Sequence[Tensor]
-
-
-def compute_squared_norm(gradients: Gradients) -> float:
-    """Return the sum of squares of all elements, for one rank that holds everything."""
-    return (
-        float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
-        if gradients
-        else 0.0
-    )
 
 
 ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -102,19 +91,7 @@ class MasterAdamW:
 
     Args:
         updates_total: The number of updates that the run will make.
-        reduce_gradients: With several ranks, sums each gradient in place, in the order of
-            `parameters`, over the ranks that hold a copy of the parameter. A parameter without a
-            gradient then has zeros, since the other ranks expect it to take part.
-        squared_norm: Returns the sum of squares over the whole model.
-        shares: For each parameter the rows that this rank updates, and holds masters and moments
-            of. `reduce_gradients` may then sum these rows alone. It and `gather_parameters` get
-            everything that is trained.
-        gather_parameters: With `shares`, fills in, in place, the other rows from the ranks
-            that updated them.
-        add_gradient: With `shares`, keeps the gradients of these rows alone:
-            `add_gradient(index, total, gradient)` adds to `total` what all ranks have of the rows
-            of this rank's share, after each backward pass. The other functions then get the
-            gradients of shares. Collective: all ranks compute gradients in the same order.
+        reducer: How ranks exchange gradients; by default, one rank has everything.
         on_change: Called whenever the parameters have new values.
     """
 
@@ -124,19 +101,16 @@ class MasterAdamW:
         config: LearnerConfig,
         *,
         updates_total: int = 0,
-        reduce_gradients: Callable[[Gradients], None] | None = None,
-        squared_norm: Callable[[Gradients], float] = compute_squared_norm,
-        shares: Sequence[RowShare] = (),
-        gather_parameters: Callable[[Sequence[Tensor]], None] = lambda parameters: None,
-        add_gradient: Callable[[int, Tensor, Tensor], None] | None = None,
+        reducer: GradientReducer | None = None,
         on_change: Callable[[], None] = lambda: None,
     ):
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.shares = shares or [UNSHARDED] * len(self.parameters)
+        self.reducer = reducer or GradientReducer()
+        self.shares = self.reducer.shares or [UNSHARDED] * len(self.parameters)
         self._masters: list[Tensor] = []
         self._gradient_holders: list[Tensor | _GradientHolder] = []
         """One object per parameter, whose `grad` is the gradient of the whole
-        parameter, in float32, or with `add_gradient` of its share. It is the parameter,
+        parameter, in float32, or with `reducer.keeps_shares` of its share. It is the parameter,
         its master, or neither."""
         for index, (parameter, share) in enumerate(zip(self.parameters, self.shares, strict=True)):
             exact = parameter.dtype == torch.float32
@@ -147,11 +121,13 @@ class MasterAdamW:
                 part = share.select_rows(parameter.detach())
                 master = Parameter(part if exact else part.float())
             self._masters.append(master)
-            if add_gradient is not None and not whole:
+            if self.reducer.keeps_shares and not whole:
                 holder = _GradientHolder()
                 self._gradient_holders.append(holder)
                 parameter.register_post_accumulate_grad_hook(
-                    partial(_scatter_gradient, holder, share, partial(add_gradient, index))
+                    partial(
+                        _scatter_gradient, holder, share, partial(self.reducer.add_gradient, index)
+                    )
                 )
                 continue
             self._gradient_holders.append(
@@ -161,10 +137,6 @@ class MasterAdamW:
                 parameter.register_post_accumulate_grad_hook(
                     partial(_accumulate_gradient, self._gradient_holders[-1])
                 )
-        self._reduce_gradients = reduce_gradients
-        self._squared_norm = squared_norm
-        self._shards_gradients = add_gradient is not None
-        self._gather_parameters = gather_parameters
         self._on_change = on_change
         self._max_norm = config.max_grad_norm
         self._config = config
@@ -198,24 +170,25 @@ class MasterAdamW:
         """Reduce, clip, update, clear gradients. With a gradient norm that is not finite,
         only clear them."""
         lr = self.lr
-        if self._reduce_gradients is not None:
+        if self.reducer.sums_gradients:
             for parameter, share, summed in zip(
                 self.parameters, self.shares, self._gradient_holders, strict=True
             ):
                 if summed.grad is None:
                     whole = parameter.detach()
-                    kept = share.select_rows(whole) if self._shards_gradients else whole
+                    kept = share.select_rows(whole) if self.reducer.keeps_shares else whole
                     summed.grad = torch.zeros_like(kept, dtype=torch.float32)
-            self._reduce_gradients([s.grad for s in self._gradient_holders if s.grad is not None])
-        norm = math.sqrt(
-            self._squared_norm([s.grad for s in self._gradient_holders if s.grad is not None])
-        )
+            self.reducer.reduce_gradients(
+                [s.grad for s in self._gradient_holders if s.grad is not None]
+            )
+        reduced = [s.grad for s in self._gradient_holders if s.grad is not None]
+        norm = math.sqrt(self.reducer.compute_squared_norm(reduced))
         for master, share, summed in zip(
             self._masters, self.shares, self._gradient_holders, strict=True
         ):
             if master is not summed and summed.grad is not None and master.numel():
                 master.grad = (
-                    summed.grad if self._shards_gradients else share.select_rows(summed.grad)
+                    summed.grad if self.reducer.keeps_shares else share.select_rows(summed.grad)
                 )
         gradients = [m.grad for m in self._masters if m.grad is not None]
         self.on_gradients(gradients)
@@ -279,7 +252,7 @@ class MasterAdamW:
         ):
             if parameter.dtype != master.dtype:
                 share.select_rows(parameter.detach()).copy_(master)
-        self._gather_parameters([p.detach() for p in self.parameters])
+        self.reducer.gather_parameters([p.detach() for p in self.parameters])
         self._on_change()
 
     def skip_step(self, cause: SkipCause) -> OptimizerUpdate:

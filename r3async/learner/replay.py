@@ -319,20 +319,18 @@ class RoutingReplay:
 
     def __init__(
         self,
-        *,
-        num_moe_layers: int,
+        shape: RoutingShape,
         moe_layer_indices: Sequence[int],
-        top_k: int,
-        num_experts: int,
+        *,
         is_enabled: bool,
         device: torch.device,
         token_shard: tuple[int, int] = (0, 1),
         is_recomputed: bool = False,
     ):
-        self.num_moe_layers = num_moe_layers
+        self.num_moe_layers = shape.layers
+        self.top_k = shape.top_k
+        self.num_experts = shape.num_experts
         self.moe_layer_indices = list(moe_layer_indices)
-        self.top_k = top_k
-        self.num_experts = num_experts
         self.is_enabled = is_enabled
         self.device = device
         self.token_shard = token_shard
@@ -342,7 +340,7 @@ class RoutingReplay:
         self.aux_loss_weights: Tensor | None = None
         """float32 `[R, experts]`: what a unit of each expert's probability adds to the loss; None
         without that term."""
-        self.counts = RoutingCounts(len(self.moe_layer_indices), num_experts, device)
+        self.counts = RoutingCounts(len(self.moe_layer_indices), shape.num_experts, device)
 
     @staticmethod
     def for_full_model(
@@ -354,19 +352,10 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the replay state of a rank that has every router of a model; `shape` None:
         it has no experts."""
-        if shape:
-            layers = shape.layers
-            top_k = shape.top_k
-            experts = shape.num_experts
-        else:
-            layers = 0
-            top_k = 1
-            experts = 1
+        shape = shape or RoutingShape(layers=0, top_k=1, num_experts=1)
         return RoutingReplay(
-            num_moe_layers=layers,
-            moe_layer_indices=range(layers),
-            top_k=top_k,
-            num_experts=experts,
+            shape,
+            range(shape.layers),
             is_enabled=enabled,
             device=device,
             is_recomputed=is_recomputed,

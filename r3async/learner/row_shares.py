@@ -24,13 +24,6 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's
-# state of its own rows only, and updates these (ZeRO stage 1, arXiv 1910.02054).
-#
-# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay
-# whole, so a share of a tensor of a checkpoint is a box of it, and any other layout can read what
-# such ranks wrote.
-
 SHARE_ALIGNMENT = 16
 """Alignment of the beginnings of shares, in values: torch's AdamW on CPU rounds values that do not
 fill a vector differently from the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.learner.row_shares import RowShare
+from r3async.learner.tensor_layout import WHOLE_TENSOR, SelectedRows, TensorLayout
 
 
 @dataclass(frozen=True)
 class ShardSlice:
     """The position of one parameter of this rank in the whole model.
 
-    The parameter has the values of `places`, in the order in which `split` returns them. `join`
-    undoes `split`. `is_writer` is True on the one rank, among those that hold the same values,
-    that writes them.
+    Attributes:
+        places: The places of the tensors in the parameter, in the order of `layout.split`.
+        is_writer: True on the one rank, among those that hold the same values, that writes them.
     """
 
     places: tuple[TensorSlice, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
-    join: Callable[[list[Tensor]], Tensor] = lambda tensors: tensors[0]
+    layout: TensorLayout = WHOLE_TENSOR
     is_writer: bool = True
 
     def narrow_to_share(self, shape: Sequence[int], share: RowShare) -> ShardSlice:
@@ -43,7 +43,7 @@ class ShardSlice:
         )
         places = []
         rows = []
-        for place, part in zip(self.places, self.split(numbers), strict=True):
+        for place, part in zip(self.places, self.layout.split(numbers), strict=True):
             assert len(place.shape) <= 2, place
             here = part.reshape(-1)
             (inside,) = torch.nonzero((here >= mine.start) & (here < mine.stop), as_tuple=True)
@@ -58,15 +58,8 @@ class ShardSlice:
                 )
                 rows.append(_as_slice(here[inside] - mine.start))
 
-        def join(tensors: list[Tensor]) -> Tensor:
-            out = tensors[0].new_empty(mine.stop - mine.start, *tensors[0].shape[1:])
-            for at, tensor in zip(rows, tensors, strict=True):
-                out[at] = tensor
-            return out
-
-        return ShardSlice(
-            tuple(places), lambda tensor: [tensor[at] for at in rows], join, self.is_writer
-        )
+        layout = SelectedRows(mine.stop - mine.start, tuple(rows))
+        return ShardSlice(tuple(places), layout, self.is_writer)
 
 
 def _as_slice(numbers: Tensor) -> slice | Tensor:

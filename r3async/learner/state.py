@@ -53,7 +53,7 @@ def capture_learner_state(backend: LearnerBackend) -> RankState:
                     if not any(place.offset)
                 ]
                 continue
-            for place, part in zip(held.places, held.split(tensor), strict=True):
+            for place, part in zip(held.places, held.layout.split(tensor), strict=True):
                 inside = part[tuple(slice(n) for n in place.size)]
                 pieces.append(
                     SliceValues(replace(place, name=f"{kind}/{place.name}"), _copy_to_host(inside))
@@ -112,8 +112,8 @@ def _read_optimizer_states(
     """Yield, for each parameter, the state that `MasterAdamW.load_states` takes."""
 
     def values(kind: str, held: ShardSlice, like: Tensor) -> Tensor:
-        pairs = zip(held.places, held.split(like), strict=True)
-        return held.join(
+        pairs = zip(held.places, held.layout.split(like), strict=True)
+        return held.layout.join(
             [
                 _pad_rows(parts.read_slice(replace(p, name=f"{kind}/{p.name}")), part)
                 for p, part in pairs

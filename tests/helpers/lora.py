@@ -42,19 +42,19 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
     p = config.learner.parallel
     rank = dist.get_rank() if p.world_size > 1 else 0
     taken: list[torch.Tensor] = []
-    norm = optimizer._squared_norm
+    norm = optimizer.reducer.compute_squared_norm
 
     def capture(gradients):
         taken.extend(g.detach().clone() for g in gradients)
         return norm(gradients)
 
-    optimizer._squared_norm = capture
+    optimizer.reducer.compute_squared_norm = capture
     recorded = config.routing.replay != "off"
     metrics = train_minibatch(learner, of_rank(batch(routes=recorded), rank // (p.tp * p.cp) % p.dp, p.dp)).metrics
-    optimizer._squared_norm = norm
+    optimizer.reducer.compute_squared_norm = norm
     out = {}
     for held, gradient in zip(learner.trained_slices(), taken, strict=True):
-        for place, part in zip(held.places, held.split(gradient), strict=True):
+        for place, part in zip(held.places, held.layout.split(gradient), strict=True):
             out[place.name] = part
     return out, metrics["grad_norm"]
 

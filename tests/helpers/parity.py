@@ -54,9 +54,10 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         masters = {id(p): m for p, m in zip(optimizer.parameters, optimizer._masters, strict=True)}
         for master in optimizer._masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        if optimizer._reduce_gradients is not None:
-            optimizer._reduce_gradients([m.grad for m in optimizer._masters])
-        norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
+        reducer = optimizer.reducer
+        if reducer.sums_gradients:
+            reducer.reduce_gradients([m.grad for m in optimizer._masters])
+        norm = reducer.compute_squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.mappings, lambda p: masters[id(p)].grad)
         total = minibatch.reduce_loss_sums()
         drift, by_episode = minibatch.reduce_drift(np.zeros((minibatch.drift_bin_count, 2)))

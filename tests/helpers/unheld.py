@@ -83,11 +83,11 @@ def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
 def updated(optimizer: Any) -> dict[str, int]:
     """Return the bytes of the optimizer's parts after an update of all that it trains; those of gradients are from
     before it."""
-    optimizer._squared_norm = lambda gradients: 1.0  # nothing has a value
+    optimizer.reducer.compute_squared_norm = lambda gradients: 1.0  # nothing has a value
     for group in optimizer._adam.param_groups:
         group["fused"] = False
     for parameter in optimizer.parameters:
-        if parameter.dtype == torch.float32 and not optimizer._shards_gradients:
+        if parameter.dtype == torch.float32 and not optimizer.reducer.keeps_shares:
             parameter.grad = torch.empty_like(parameter)
         else:
             parameter.sum().backward()  # what is below float32 is summed as it comes

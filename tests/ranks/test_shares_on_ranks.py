@@ -67,14 +67,14 @@ def stepped(path: Path, config: Config, count: int) -> tuple[dict[str, torch.Ten
     """The weights of a rank after two steps of `count` micro-batches, and whether it held gradients of shares alone."""
     learner = build_learner(config, path)
     kept: list[bool] = []
-    squared_norm, optimizer = learner.optimizer._squared_norm, learner.optimizer
+    squared_norm, optimizer = learner.optimizer.reducer.compute_squared_norm, learner.optimizer
 
     def note(gradients: Any) -> float:
         parts = zip(optimizer.parameters, optimizer.shares, gradients, strict=True)
         kept.append(all(g.shape == share.select_rows(p).shape for p, share, g in parts))
         return squared_norm(gradients)
 
-    optimizer._squared_norm = note
+    optimizer.reducer.compute_squared_norm = note
     try:
         width = config.learner.parallel.dp
         train(learner, config, [step[: count * width] for step in batches(2)])

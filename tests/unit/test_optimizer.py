@@ -17,6 +17,7 @@ from r3async.learner.host_moments import HostMoments
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.row_shares import SHARE_ALIGNMENT, RowShare, view_rows
 from r3async.learner.shard_slice import ShardSlice
+from r3async.learner.tensor_layout import InterleavedRows
 
 NORMS = (0.3, 5.0, 0.02, 40.0, 0.999, 1.001, 2.0)
 """Of the gradients of each step: below, about and far above the default of `max_grad_norm`."""
@@ -147,16 +148,10 @@ def test_shares_have_every_row_once_and_are_almost_alike(shape, ranks):
 def interleaved(groups: int, widths: list[int], columns: int):
     """A parameter in which rows of three tensors take turns, as queries, keys and values do; those tensors, and what it is."""
 
-    def join(tensors):
-        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
-
-    def split(weight):
-        parts = weight.unflatten(0, (groups, -1)).split(widths, dim=1)
-        return [part.flatten(0, 1) for part in parts]
-
     whole = [torch.rand(groups * width, columns) for width in widths]
     places = tuple(TensorSlice.full_tensor(f"t{i}", tensor.shape) for i, tensor in enumerate(whole))
-    return join(whole), whole, ShardSlice(places, split, join)
+    layout = InterleavedRows(groups, tuple(widths))
+    return layout.join(whole), whole, ShardSlice(places, layout)
 
 
 @given(
@@ -168,14 +163,14 @@ def test_a_share_is_a_box_of_each_tensor_that_it_has_rows_of(groups, widths, ran
     for share in RowShare(0, ranks).list_shares():
         mine = held.narrow_to_share(parameter.shape, share)
         own = share.select_rows(parameter)
-        parts = mine.split(own)
+        parts = mine.layout.split(own)
         for place, part in zip(mine.places, parts, strict=True):
             assert tuple(part.shape) == place.size
             box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True))
             assert filled[int(place.name[1:])][box].isnan().all(), "no value is of two ranks"
             filled[int(place.name[1:])][box] = part
         if mine.places:
-            assert torch.equal(mine.join(list(parts)), own)
+            assert torch.equal(mine.layout.join(list(parts)), own)
     assert all(torch.equal(a, b) for a, b in zip(filled, tensors, strict=True))
 
 
@@ -185,8 +180,8 @@ def test_rows_that_only_pad_a_part_are_in_no_place():
     first, second = (held.narrow_to_share((3, 16), share) for share in RowShare(0, 2).list_shares())
     assert first.places == (TensorSlice("w", (5, 16), (3, 0), (1, 16)),)
     assert second.places == (TensorSlice("w", (5, 16), (4, 0), (1, 16)),)
-    assert [len(part) for part in second.split(torch.zeros(2, 16))] == [2]
-    assert len(second.join([torch.zeros(2, 16)])) == 2
+    assert [len(part) for part in second.layout.split(torch.zeros(2, 16))] == [2]
+    assert len(second.layout.join([torch.zeros(2, 16)])) == 2
 
 
 def test_a_backend_that_always_shards_refuses_the_setting():

@@ -284,10 +284,8 @@ def test_a_forward_only_pass_is_not_consumed_by_a_later_backward(build, recomput
 
 def test_ids_above_255_reach_the_router_unwrapped():
     replay = RoutingReplay(
-        num_moe_layers=2,
-        moe_layer_indices=[0, 1],
-        top_k=2,
-        num_experts=512,
+        RoutingShape(2, 2, 512),
+        [0, 1],
         is_enabled=True,
         device=torch.device("cpu"),
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from r3async.data import packed
+from r3async.data.model_shape import RoutingShape
 from r3async.data.packed import PackedRoutes
 from r3async.data.routes import RoutingError, route_dtype
 from r3async.data.tokens import Sample, Trajectory
@@ -311,10 +312,8 @@ def test_a_step_of_the_megatron_learner(tmp_path):
 def test_a_recomputed_pass_replays_what_the_forward_pass_did():
     """Also for a token without a record, whose router may find other scores when it computes them again."""
     replay = RoutingReplay(
-        num_moe_layers=hm.LAYERS,
-        moe_layer_indices=range(hm.LAYERS),
-        top_k=hm.TOP_K,
-        num_experts=hm.EXPERTS,
+        RoutingShape(hm.LAYERS, hm.TOP_K, hm.EXPERTS),
+        range(hm.LAYERS),
         is_enabled=True,
         device=torch.device("cpu"),
         is_recomputed=True,
@@ -335,10 +334,8 @@ def test_a_recomputed_pass_replays_what_the_forward_pass_did():
 @pytest.mark.parametrize("experts", [129, 257, 2**15 + 2])
 def test_the_last_experts_of_any_number_are_replayed_and_recomputed(experts):
     replay = RoutingReplay(
-        num_moe_layers=1,
-        moe_layer_indices=[0],
-        top_k=2,
-        num_experts=experts,
+        RoutingShape(1, 2, experts),
+        [0],
         is_enabled=True,
         device=torch.device("cpu"),
         is_recomputed=True,

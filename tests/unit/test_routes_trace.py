@@ -231,10 +231,8 @@ def train(samples: list[Sample]) -> MinibatchResult:
     for micro_batch in (pad_to_multiple(m, 2) for m in pack_samples(samples, 128)):
         for column, rank in itertools.product(range(shape.layers), range(2)):
             replay = RoutingReplay(
-                num_moe_layers=shape.layers,
-                moe_layer_indices=[column],
-                top_k=shape.top_k,
-                num_experts=shape.num_experts,
+                shape,
+                [column],
                 is_enabled=True,
                 device=torch.device("cpu"),
                 token_shard=(rank, 2),

@@ -60,17 +60,17 @@ def test_a_step_has_the_loss_and_gradient_of_cross_entropy(model_path, budget):
     loss, expected = reference(model_path)
     learner = build_learner(hl.settings("megatron"), model_path)
     taken: dict[str, torch.Tensor] = {}
-    norm = learner.optimizer._squared_norm
+    norm = learner.optimizer.reducer.compute_squared_norm
 
     def capture(gradients):
         for held, gradient in zip(learner.trained_slices(), gradients, strict=True):
-            taken.update(zip([p.name for p in held.places], held.split(gradient.clone()), strict=True))
+            taken.update(zip([p.name for p in held.places], held.layout.split(gradient.clone()), strict=True))
         return norm(gradients)
 
     try:
         batches = pack_samples(rows(), budget)
         before, tokens = compute_supervised_loss(learner, batches)
-        learner.optimizer._squared_norm = capture
+        learner.optimizer.reducer.compute_squared_norm = capture
         metrics = run_supervised_step(learner, batches)
         after, _ = compute_supervised_loss(learner, batches)
     finally:

@@ -101,20 +101,14 @@ class MegatronLearner(LearnerBackend):
             else select_trained_mappings(mappings)
         )
         learner = config.learner
-        summed = parallel.GradientReducer(
+        reducer = parallel.MegatronGradientReducer(
             trained, layout, sharded=learner.shard_optimizer, keeps_shares=learner.shard_gradients
         )
         optimizer = MasterAdamW(
             [link.parameter for link in trained],
             config.learner,
             updates_total=count_updates(config),
-            reduce_gradients=summed.reduce_gradients
-            if config.learner.parallel.world_size > 1
-            else None,
-            squared_norm=summed.compute_squared_norm,
-            shares=summed.shares,
-            gather_parameters=summed.gather_parameters,
-            add_gradient=summed.add_gradient if learner.shard_gradients else None,
+            reducer=reducer,
             on_change=adapters.merge_weights if adapters else lambda: None,
         )
         self._first_token_id, self._num_local_logits, self._vocabulary_group = (

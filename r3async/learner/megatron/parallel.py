@@ -16,9 +16,9 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from r3async.config import ParallelConfig
+from r3async.learner.gradient_reducer import GradientReducer, Gradients
 from r3async.learner.megatron.context_parallel import ContextParallelGroup
 from r3async.learner.megatron.weights import ParameterMapping
-from r3async.learner.optimizer import Gradients
 from r3async.learner.rank_group import RankGroup
 from r3async.learner.results import LearnerError
 from r3async.learner.row_shares import (
@@ -164,7 +164,7 @@ def init_model_parallel(parallel: ParallelConfig, device: torch.device) -> Megat
     )
 
 
-class GradientReducer:
+class MegatronGradientReducer(GradientReducer):
     """Sums gradients over the ranks that hold a copy of a parameter.
 
     Losses are divided by global denominators, so sums, not means, are the gradient of the whole
@@ -195,7 +195,8 @@ class GradientReducer:
         expert_dp = ps.get_expert_data_parallel_group()
         self._world = p.world_size
         self._sharded = sharded
-        self._keeps_shares = keeps_shares
+        self.sums_gradients = p.world_size > 1
+        self.keeps_shares = keeps_shares
         self._dp_groups: list[dist.ProcessGroup | None] = []
         """The data-parallel ranks that hold copies of each link's parameter; None if
         there is one copy."""
@@ -232,7 +233,7 @@ class GradientReducer:
 
     def reduce_gradients(self, gradients: Gradients) -> None:
         """Reduce `gradients` in place; they must all be present, in the order of the links."""
-        if not self._keeps_shares:
+        if not self.keeps_shares:
             for group, some in _iter_by_group(gradients, self._dp_groups):
                 reduce_scatter_shares(some, group)
         parts = self._select_shares(gradients)
@@ -259,7 +260,7 @@ class GradientReducer:
             all_gather_shares(some, group)
 
     def _select_shares(self, gradients: Gradients) -> list[Tensor]:
-        if self._keeps_shares:
+        if self.keeps_shares:
             return list(gradients)
         return [
             share.select_rows(gradient)

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from r3async.data.model_shape import RoutingShape
 from r3async.learner.megatron.model import HiddenStatesModel
 from r3async.learner.replay import RoutingReplay
 
@@ -66,6 +67,8 @@ def attach_replay(
     model: HiddenStatesModel,
     *,
     moe_layers: Sequence[int],
+    top_k: int,
+    num_experts: int,
     shard: tuple[int, int],
     cp_size: int = 1,
     **settings: Any,
@@ -86,9 +89,8 @@ def attach_replay(
         if isinstance(layer.mlp, MoELayer)
     }
     columns = [list(moe_layers).index(number) for number in mixtures]
-    replay = RoutingReplay(
-        num_moe_layers=len(moe_layers), moe_layer_indices=columns, token_shard=shard, **settings
-    )
+    shape = RoutingShape(len(moe_layers), top_k, num_experts)
+    replay = RoutingReplay(shape, columns, token_shard=shard, **settings)
     for index, mixture in enumerate(mixtures.values()):
         mixture.router.router_replay = RouterReplayAdapter(
             replay, index, pre_softmax=model.config.moe_router_pre_softmax

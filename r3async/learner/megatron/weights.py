@@ -21,6 +21,14 @@ from r3async.learner.megatron.model import HiddenStatesModel
 from r3async.learner.model import MegatronModelShape, check_tensor_shapes, read_tensor_shapes
 from r3async.learner.results import LearnerError
 from r3async.learner.shard_slice import ShardSlice
+from r3async.learner.tensor_layout import (
+    WHOLE_TENSOR,
+    ConcatenatedPair,
+    InterleavedRows,
+    StackedPairs,
+    StackedTensors,
+    TensorLayout,
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +36,7 @@ class ParameterMapping:
     """One Megatron parameter of this rank and the checkpoint tensors that it consists of.
 
     Attributes:
-        join: Builds the parameter from this rank's parts of the tensors.
-        split: Undoes `join`.
+        layout: How the parameter consists of this rank's parts of the tensors.
         tp_dim: The dimension along which each of the tensors is divided among the tensor-parallel
             ranks; None if every rank has all of them.
         unpadded_rows: Number of rows of the whole tensor, where ranks pad it with zeros to
@@ -42,8 +49,7 @@ class ParameterMapping:
 
     parameter: Parameter
     tensor_names: tuple[str, ...]
-    join: Callable[[list[Tensor]], Tensor]
-    split: Callable[[Tensor], list[Tensor]]
+    layout: TensorLayout
     tp_dim: int | None = None
     unpadded_rows: int | None = None
     is_expert: bool = False
@@ -85,7 +91,9 @@ def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice
     rank = ps.get_tensor_model_parallel_rank()
     ranks = ps.get_tensor_model_parallel_world_size()
     places = []
-    for name, part in zip(link.tensor_names, link.split(link.parameter.detach()), strict=True):
+    for name, part in zip(
+        link.tensor_names, link.layout.split(link.parameter.detach()), strict=True
+    ):
         shape = list(part.shape)
         offset = [0] * part.ndim
         size = list(part.shape)
@@ -102,24 +110,18 @@ def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice
         else ps.get_data_parallel_rank(with_context_parallel=True)
     )
     mine = (sharded or copy == 0) and (divided or link.is_expert or rank == 0)
-    return ShardSlice(
-        tuple(places), split=link.split, join=link.join, is_writer=mine and not link.is_second_copy
-    )
+    return ShardSlice(tuple(places), link.layout, is_writer=mine and not link.is_second_copy)
 
 
 def map_tensor(parameter: Parameter, name: str, **how: Any) -> ParameterMapping:
     """Map a parameter that is one tensor of the checkpoint."""
-    return ParameterMapping(
-        parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how
-    )
+    return ParameterMapping(parameter, (name,), WHOLE_TENSOR, **how)
 
 
 def map_gate_up(parameter: Parameter, prefix: str, **how: Any) -> ParameterMapping:
     """Map a feed-forward input: fc1 is the gate projection over the up projection."""
     names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-    return ParameterMapping(
-        parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how
-    )
+    return ParameterMapping(parameter, names, ConcatenatedPair(), **how)
 
 
 def map_parameters(
@@ -169,21 +171,12 @@ def _map_attention(
     groups = shape.num_kv_heads // ranks
     per_group = shape.num_heads // shape.num_kv_heads
     dim = shape.head_dim
-
-    def join_qkv(tensors: list[Tensor]) -> Tensor:
-        """Join the projections in Megatron's order: the query heads of a group next to its
-        key and value head."""
-        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
-
-    def split_qkv(weight: Tensor) -> list[Tensor]:
-        parts = weight.unflatten(0, (groups, -1)).split([per_group * dim, dim, dim], dim=1)
-        return [part.flatten(0, 1) for part in parts]
+    # The query heads of a group are next to its key and value head.
+    layout = InterleavedRows(groups, (per_group * dim, dim, dim))
 
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         names = tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv")
-        yield ParameterMapping(
-            getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, tp_dim=0
-        )
+        yield ParameterMapping(getattr(attention.linear_qkv, kind), names, layout, tp_dim=0)
     if shape.query_norm:
         yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_norm.weight")
         yield map_tensor(attention.k_layernorm.weight, f"{prefix}k_norm.weight")
@@ -220,18 +213,11 @@ def _map_moe(mlp: MoELayer, prefix: str, shape: MegatronModelShape) -> Iterator[
     yield ParameterMapping(
         mlp.experts.weight1,
         tuple(f"{expert}{name}.weight" for expert in here for name in (gate, up)),
-        lambda tensors: torch.cat(tensors).view(len(here), -1, tensors[0].shape[-1]),
-        lambda weight: list(weight.flatten(0, 1).chunk(2 * len(here))),
+        StackedPairs(len(here)),
         is_expert=True,
     )
     names = tuple(f"{expert}{down}.weight" for expert in here)
-    yield ParameterMapping(
-        mlp.experts.weight2,
-        names,
-        torch.stack,
-        lambda weight: list(weight.unbind()),
-        is_expert=True,
-    )
+    yield ParameterMapping(mlp.experts.weight2, names, StackedTensors(), is_expert=True)
     if mlp.shared_experts is not None:
         yield from _map_mlp(mlp.shared_experts, f"{prefix}{a.shared_experts_module}.")
         if shape.has_shared_gate:
@@ -273,7 +259,7 @@ def load_weights(
     check_tensor_shapes(shape, read_tensor_shapes(files))
     for link in mappings:
         try:
-            weight = link.join(
+            weight = link.layout.join(
                 [link.local_part(files[name].get_tensor(name)) for name in link.tensor_names]
             )
         except RuntimeError as error:
@@ -313,7 +299,9 @@ def iter_owned_weights(
             if turn // tensors % datas != data:
                 continue  # alike on all ranks that divide a tensor
         mine = expert if link.is_expert else turn % tensors == tensor
-        for name, part in zip(link.tensor_names, link.split(value(link.parameter)), strict=True):
+        for name, part in zip(
+            link.tensor_names, link.layout.split(value(link.parameter)), strict=True
+        ):
             whole = link.gather_full(part)
             if mine:
                 yield name, whole

@@ -29,10 +29,11 @@ from r3async.learner.backend import LearnerBackend, TokenScores
 from r3async.learner.deterministic_gather import DeterministicGather
 from r3async.learner.device_upload import upload_array
 from r3async.learner.expert_biases import ExpertBias
+from r3async.learner.gradient_reducer import GradientReducer, Gradients
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
 from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.model import open_model_files, read_tensor_shapes
-from r3async.learner.optimizer import Gradients, MasterAdamW, compute_squared_norm, count_updates
+from r3async.learner.optimizer import MasterAdamW, count_updates
 from r3async.learner.rank_group import SINGLE_RANK, RankGroup
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
@@ -83,8 +84,7 @@ class TorchLearner(LearnerBackend):
                 [one.parameter for one in trained] or model.parameters(),
                 config.learner,
                 updates_total=count_updates(config),
-                reduce_gradients=partial(all_reduce_replicated, shared) if any(shared) else None,
-                squared_norm=partial(compute_sharded_norm, ranks, shared),
+                reducer=FsdpGradientReducer(ranks, shared),
                 on_change=adapters.merge_weights if adapters else lambda: None,
             ),
             parameters=model.parameters(),
@@ -279,29 +279,30 @@ def freeze_parameters(model: PackedModel, config: LearnerConfig) -> set[str]:
     return chosen
 
 
-def all_reduce_replicated(is_replicated: Sequence[bool], gradients: Gradients) -> None:
-    """Sum over all ranks, in place, the gradients of parameters that each rank has whole.
+class FsdpGradientReducer(GradientReducer):
+    """Sums the gradients of parameters that each rank has whole: FSDP has already summed those of
+    weights."""
 
-    FSDP has already summed the gradients of weights.
-    """
-    mine = [g for g, all_have_it in zip(gradients, is_replicated, strict=True) if all_have_it]
-    total = torch.cat([g.reshape(-1) for g in mine])
-    dist.all_reduce(total)
-    for gradient, part in zip(mine, total.split([g.numel() for g in mine]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    def __init__(self, ranks: RankGroup, is_replicated: Sequence[bool]):
+        self._ranks = ranks
+        self._is_replicated = is_replicated
+        self.sums_gradients = any(is_replicated)
 
+    def reduce_gradients(self, gradients: Gradients) -> None:
+        mine = [g for g, whole in zip(gradients, self._is_replicated, strict=True) if whole]
+        total = torch.cat([g.reshape(-1) for g in mine])
+        dist.all_reduce(total)
+        for gradient, part in zip(mine, total.split([g.numel() for g in mine]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
-def compute_sharded_norm(
-    ranks: RankGroup, is_replicated: Sequence[bool], gradients: Gradients
-) -> float:
-    """Return the sum of squares over all shards; values that each rank has whole count once."""
-    counted = (
-        gradients
-        if ranks.rank == 0 or not is_replicated
-        else [g for g, s in zip(gradients, is_replicated, strict=True) if not s]
-    )
-    mine = compute_squared_norm([to_local(g) for g in counted])
-    return float(ranks.all_reduce(np.asarray([mine]), "sum")[0])
+    def compute_squared_norm(self, gradients: Gradients) -> float:
+        counted = gradients
+        # Values that each rank has whole count once.
+        if self._ranks.rank and self._is_replicated:
+            pairs = zip(gradients, self._is_replicated, strict=True)
+            counted = [gradient for gradient, whole in pairs if not whole]
+        mine = super().compute_squared_norm([to_local(g) for g in counted])
+        return float(self._ranks.all_reduce(np.asarray([mine]), "sum")[0])
 
 
 def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ from r3async.schedule.watchdog import Watchdog
 from r3async.world import ActorLostError, ActorOptions, ActorRef, EventReporter, Reservation, World
 
 from .conductor import Conductor
-from .generator import GeneratorActor, GeneratorFactories
+from .generator import GeneratorActor
 from .learner import LearnerActor
 from .process import NotTrained, PolledCall, ProcessLost, RunFailed, StoppedBeforeStep
 
@@ -130,11 +130,7 @@ class RunLauncher:
             name="learner",
             actor_options=places.learner,
         )
-        parts = (
-            [GeneratorFactories(make_environment=self.make_environment)]
-            if self.make_environment
-            else []
-        )
+        parts = [self.make_environment] if self.make_environment else []
 
         def spawn(name: str, place: ActorOptions) -> ActorRef:
             return actors.spawn_actor(

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +27,7 @@ from r3async.actors.remote_generators import (
     shares_run_directory,
 )
 from r3async.actors.weight_transport import build_weight_receiver
-from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
+from r3async.config import EnvConfig, config_from_dict, config_to_dict, resolve_envs
 from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
@@ -80,26 +79,6 @@ PLAY_END_SECONDS = 0.1
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class GeneratorFactories:
-    """Functions that make the parts of a generator from the configuration.
-
-    Attributes:
-        make_engine: `make_engine(config, model_path, seed, world)` returns an engine
-            that is not started.
-        make_renderer: `make_renderer(model_path, template_args)` returns a chat renderer. It is
-            called in a thread.
-        make_environment: `make_environment(env)` returns an environment factory.
-        make_sender: Takes the arguments of `TrajectorySender` and returns a sender
-            that is not started.
-    """
-
-    make_engine: Callable[[Config, str, int, World], Engine] = build_engine
-    make_renderer: Callable[[str, Mapping[str, Any]], ChatRenderer] = ChatRenderer.from_model
-    make_environment: Callable[[EnvConfig], EnvironmentFactory] = build_environment_factory
-    make_sender: Callable[..., TrajectorySender] = TrajectorySender
-
-
 class EngineAndRenderer(NamedTuple):
     """The parts that `GeneratorActor.start` loads."""
 
@@ -133,10 +112,15 @@ class GeneratorActor:
         model_path: str | RemoteModelFiles,
         run_dir: str,
         lineage: int = 1,
-        parts: GeneratorFactories = GeneratorFactories(),
+        make_environment: Callable[[EnvConfig], EnvironmentFactory] = build_environment_factory,
     ):
-        """Prepare the process; `start` loads the engine. `lineage` is the number of this start's
-        lineage, within which the versions of weights are counted."""
+        """Prepare the process; `start` loads the engine.
+
+        Args:
+            lineage: Number of this start's lineage, within which the versions of weights are
+                counted.
+            make_environment: Makes environments that the configuration alone does not describe.
+        """
         self.world = world
         self._lock = prepare_process(world, Path(run_dir), generator_id)
         self.generator_id = generator_id
@@ -145,7 +129,7 @@ class GeneratorActor:
         self.model_path = model_path
         self.run_dir = Path(run_dir)
         self.lineage = lineage
-        self._parts = parts
+        self._make_environment = make_environment
         away = not shares_run_directory(self.run_dir, lineage, world.files)
         self._unsent_events = list[bytes]()
         self._events = open_event_log(
@@ -201,6 +185,29 @@ class GeneratorActor:
     def _sender(self) -> TrajectorySender:
         return self._require_ready(self._connection).sender
 
+    # -- parts that a subclass may replace -----------------------------------------------------------
+
+    def make_engine(self, model_path: str, seed: int) -> Engine:
+        """Return the engine, which is not started."""
+        return build_engine(self.config, model_path, seed, self.world)
+
+    def make_renderer(self, model_path: str) -> ChatRenderer:
+        """Return the chat renderer. Called in a thread."""
+        return ChatRenderer.from_model(model_path, self.config.episode.template_args)
+
+    def make_sender(self, endpoint: str, keys: ClientKeys) -> TrajectorySender:
+        """Return the sender to the learner at `endpoint`, which is not started."""
+        return TrajectorySender(
+            endpoint,
+            self.generator_id,
+            self.run_id,
+            self.config.transport,
+            keys=keys,
+            validate=self._find_invalid,
+            on_reject=self._replace_rejected,
+            world=self.world,
+        )
+
     # -- start and stop ----------------------------------------------------------------------------
 
     def describe_process(self) -> dict[str, Any]:
@@ -216,11 +223,11 @@ class GeneratorActor:
         # Unique to this generator and run.
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)
         path = await threads.run(fetch_model_files, self.world, self.model_path, self.run_dir)
-        engine = self._parts.make_engine(config, path, seed, self.world)
+        engine = self.make_engine(path, seed)
         self.world.processes.add_metrics_source(
             lambda: {f"engine/{name}": value for name, value in engine.collect_stats().items()}
         )
-        rendering = threads.run(self._parts.make_renderer, path, config.episode.template_args)
+        rendering = threads.run(self.make_renderer, path)
         self._loaded = EngineAndRenderer(
             engine, (await gather_or_cancel(engine.start(), rendering))[1]
         )
@@ -261,16 +268,7 @@ class GeneratorActor:
             client_keys,
             world,
         )
-        sender = self._parts.make_sender(
-            endpoint,
-            self.generator_id,
-            self.run_id,
-            transport,
-            keys=client_keys,
-            validate=self._find_invalid,
-            on_reject=self._replace_rejected,
-            world=world,
-        )
+        sender = self.make_sender(endpoint, client_keys)
         self._connection = LearnerConnection(sender, weight_receiver)
         await sender.start()
 
@@ -598,7 +596,7 @@ class GeneratorActor:
             return None
         key = msgspec.json.encode(config_to_dict(env, reveal=True))
         if key not in self._env_factories:
-            self._env_factories[key] = factory = self._parts.make_environment(env)
+            self._env_factories[key] = factory = self._make_environment(env)
             drop_long_prompts(factory, self._renderer, self.config.episode)
         return self._env_factories[key]
 

@@ -9,7 +9,6 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,6 @@ class ChaosGenerator(GeneratorActor):
         weights = self.config.weights
         if self._is_separate_host and weights.directory:
             weights.directory = str(generator_memory(weights.directory, generator_id))
-        self._parts = replace(self._parts, make_sender=self._send_by_relay)
         self._endpoint = ""
         """Address at which the learner receives trajectories."""
         self._proxies: list[TcpProxy] = []
@@ -151,9 +149,7 @@ class ChaosGenerator(GeneratorActor):
         source = msgspec.structs.replace(source, endpoint=self._proxies[0].endpoint)
         return msgspec.structs.replace(publication, transport_data=[source])
 
-    def _send_by_relay(
-        self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any
-    ) -> TrajectorySender:
+    def make_sender(self, endpoint: str, keys: ClientKeys) -> TrajectorySender:
         """Start a relay, and return a sender that reaches the learner through it. Weights use
         the original keys."""
         directory = chaos_directory(self.run_dir)
@@ -165,7 +161,7 @@ class ChaosGenerator(GeneratorActor):
         )
         self.relay.start()
         self._endpoint = endpoint
-        return TrajectorySender(self.relay.endpoint, *args, keys=self.relay.sender_keys, **options)
+        return super().make_sender(self.relay.endpoint, self.relay.sender_keys)
 
 
 class AckBeforeSpool(LearnerActor):

@@ -28,7 +28,7 @@ class BlockingDetector:
         self, report_event: EventReporter, clock: Callable[[], float] = REAL_WORLD.clock.time
     ):
         self._report_event = report_event
-        self._clock = clock
+        self.clock = clock
         self._longest_seconds: dict[str, float] = {}
 
     async def run(self, environment: object, method: str, call: Awaitable[T]) -> T:
@@ -37,13 +37,10 @@ class BlockingDetector:
         if not asyncio.iscoroutine(call):
             return await call
         kind = type(environment)
-        return await _TimedAwaitable(
-            call,
-            self._clock,
-            lambda took: self._record_stretch(f"{kind.__module__}:{kind.__name__}", method, took),
-        )
+        return await _TimedAwaitable(call, self, f"{kind.__module__}:{kind.__name__}", method)
 
-    def _record_stretch(self, name: str, method: str, seconds: float) -> None:
+    def record_stretch(self, name: str, method: str, seconds: float) -> None:
+        """Report it if the environment `name` ran too long between two waits of `method`."""
         if seconds < max(BLOCKING_SECONDS, 2 * self._longest_seconds.get(name, 0.0)):
             return
         self._longest_seconds[name] = seconds
@@ -60,22 +57,21 @@ class BlockingDetector:
 
 
 class _TimedAwaitable(Awaitable[T]):
-    """A coroutine with a timer: `record_seconds` gets the seconds of each stretch in which
-    it did not wait."""
+    """A call of an environment, with a timer of the stretches in which it does not wait."""
 
-    def __init__(
-        self, call: Any, clock: Callable[[], float], record_seconds: Callable[[float], None]
-    ):
+    def __init__(self, call: Any, detector: BlockingDetector, environment: str, method: str):
         self._call = call
-        self._clock = clock
-        self._record_seconds = record_seconds
+        self._detector = detector
+        self._environment = environment
+        self._method = method
 
     def __await__(self) -> Generator[Any, Any, T]:
         inner = self._call.__await__()
+        clock = self._detector.clock
         go = inner.send
         given = None
         while True:
-            began = self._clock()
+            began = clock()
             try:
                 waits_for = go(given)
             except StopIteration as ended:
@@ -85,7 +81,7 @@ class _TimedAwaitable(Awaitable[T]):
                     f"the environment called sys.exit({error.code!r})"
                 ) from error
             finally:
-                self._record_seconds(self._clock() - began)
+                self._detector.record_stretch(self._environment, self._method, clock() - began)
             try:
                 given = yield waits_for
                 go = inner.send

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from r3async.actors.driver import RunLauncher
-from r3async.actors.generator import GeneratorActor, GeneratorFactories
+from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.config import Config, LearnerConfig
 from r3async.rollout.scripted import build_scripted_engine
@@ -96,17 +96,11 @@ class PlacedLearnerOnRay(PlacedLearner):
     rank_class = PlacedRankOnRay
 
 
-def make_scripted_engine(config: Config, path: str, seed: int, world: World) -> Any:
-    return build_scripted_engine(path, world)
-
-
 class ScriptedPlayer(GeneratorActor):
     """A generator with a scripted engine, whatever engine the preset names."""
 
-    parts = GeneratorFactories(make_engine=make_scripted_engine)
-
-    def __init__(self, *args: Any):
-        super().__init__(*args, parts=self.parts)
+    def make_engine(self, model_path: str, seed: int) -> Any:
+        return build_scripted_engine(model_path, self.world)
 
 
 class PlacedLauncher(RunLauncher):

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from r3async.actors.generator import GeneratorFactories
 from r3async.actors.placement import PlacementError, ResourceDemand, find_smallest_layout, with_transport_host
 from r3async.config import ConfigError, load_config
 from r3async.rollout.scripted import build_scripted_engine
@@ -29,11 +28,12 @@ def cluster(tmp_path, monkeypatch):
 
     def make(config, hosts, gpus):
         model = make_described_model(tmp_path / "model", config)
-        parts = GeneratorFactories(
-            make_engine=lambda config, path, seed, world: build_scripted_engine(str(model), world),
-            make_renderer=lambda path, args: renderer(str(model), args),
+        monkeypatch.setattr(
+            ScriptedPlayer, "make_engine", lambda self, path, seed: build_scripted_engine(str(model), self.world)
         )
-        monkeypatch.setattr(ScriptedPlayer, "parts", parts)
+        monkeypatch.setattr(
+            ScriptedPlayer, "make_renderer", lambda self, path: renderer(str(model), self.config.episode.template_args)
+        )
         names = tuple(f"host-{index:02}" for index in range(hosts))
         machines.append(Machine(tmp_path / "runs", model, hosts=names, gpus=gpus))
         return machines[-1]

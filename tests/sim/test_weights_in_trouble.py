@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from r3async.actors.generator import GeneratorFactories
-from r3async.rollout import build_engine
 from tests.sim.test_accounting import rehearse
-from tests.sim.whole import Machine, Player, renderer
+from tests.sim.whole import Machine, Player
 
 SEEDS = pytest.mark.parametrize("seed", range(2))
 LIMIT = 5.0
@@ -33,11 +31,9 @@ SLOW = ["supervise.stall_seconds=200", "env.args={ turns = 2, seconds = 4.0, tai
 @pytest.fixture
 def cluster(untrained, tmp_path, monkeypatch, seed):
     """Of three hosts: conductor, learner and one generator are on the first. Engines read the model on the real disk."""
-    parts = GeneratorFactories(
-        make_engine=lambda config, path, *known: build_engine(config, str(untrained), *known),
-        make_renderer=lambda path, args: renderer(str(untrained), args),
-    )
-    monkeypatch.setattr(Player, "parts", parts)
+    make_engine, make_renderer = Player.make_engine, Player.make_renderer
+    monkeypatch.setattr(Player, "make_engine", lambda self, path, seed: make_engine(self, str(untrained), seed))
+    monkeypatch.setattr(Player, "make_renderer", lambda self, path: make_renderer(self, str(untrained)))
     machine = Machine(tmp_path / "runs", untrained, seed, hosts=("host-0", "host-1", "host-2"))
     yield machine
     machine.close()

@@ -5,14 +5,12 @@ each is stopped, and the reason is named. What an engine itself notices:
 import msgspec
 import pytest
 
-from r3async.actors.generator import GeneratorFactories
 from r3async.actors.process import RunFailed
 from r3async.record.reading import read_json_objects
-from r3async.rollout import build_engine
 from r3async.rollout.engine import EngineError
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.weights.manifest import TensorMismatch
-from tests.sim.whole import Player, Simulated, renderer
+from tests.sim.whole import Player, Simulated
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
 CHANGES = ["steps=6", "weights.probe_every=1"]
@@ -72,13 +70,11 @@ class BeforeTemperature(ScriptedEngine):
 def with_engine(kind):
     """The run's actors, with engines of that kind."""
 
-    def build(*args):
-        engine = build_engine(*args)
-        engine.__class__ = kind  # its scripts, its routes, its pace
-        return engine
-
     class Faulty(Player):
-        parts = GeneratorFactories(make_engine=build, make_renderer=renderer)
+        def make_engine(self, model_path, seed):
+            engine = super().make_engine(model_path, seed)
+            engine.__class__ = kind  # its scripts, its routes, its pace
+            return engine
 
     class Run(Simulated):
         generator_class = Faulty

@@ -11,7 +11,7 @@ from typing import Any
 from dev.simulation.processes import HostProcess
 from dev.simulation.world import SimulatedHost, Simulation
 from r3async.actors.driver import RunLauncher, supervise_run
-from r3async.actors.generator import GeneratorActor, GeneratorFactories
+from r3async.actors.generator import GeneratorActor
 from r3async.actors.run_directory import open_run_directory
 from r3async.config import load_config
 from r3async.envs import Action, Message, StepResult
@@ -65,10 +65,8 @@ def renderer(path: str, args: Any) -> ChatRenderer:
 class Player(GeneratorActor):
     """A generator whose tokenizer is read once for all."""
 
-    parts = GeneratorFactories(make_renderer=renderer)
-
-    def __init__(self, *args: Any):
-        super().__init__(*args, parts=self.parts)
+    def make_renderer(self, model_path: str) -> ChatRenderer:
+        return renderer(model_path, self.config.episode.template_args)
 
 
 class Simulated(RunLauncher):

@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from r3async.actors.generator import GeneratorActor, GeneratorFactories
+from r3async.actors.generator import GeneratorActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded, latest_call_only, run_once
 from r3async.config import config_to_dict, load_config
@@ -91,17 +91,20 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
     chat, engines, senders = renderer(), [], []
     engine = await ready(lambda request, index: [65, chat.eos_token_id])
 
-    def made(list_, thing, *args, **facts):
-        list_.append(thing)
-        return thing
+    class Player(GeneratorActor):
+        def make_engine(self, model_path, seed):
+            engines.append(engine)
+            return engine
 
-    parts = GeneratorFactories(
-        partial(made, engines, engine),
-        lambda *args: chat,
-        make_sender=lambda *args, **facts: made(senders, KeepingSender()),
-    )
+        def make_renderer(self, model_path):
+            return chat
+
+        def make_sender(self, endpoint, keys):
+            senders.append(KeepingSender())
+            return senders[-1]
+
     config = load_config("quickstart", ["schedule.group_size=2", "supervise.silence_seconds=1"])
-    actor = GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(tmp_path), parts=parts)
+    actor = Player(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(tmp_path))
     asked = {"before": 0, "after": 0}
 
     async def lease(who, group, last, message):

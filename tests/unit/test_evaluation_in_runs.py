@@ -10,7 +10,7 @@ import pytest
 from r3async.actors import evaluator as evaluator_module
 from r3async.actors.evaluator import Evaluator
 from r3async.actors.fleet import Fleet
-from r3async.actors.generator import GeneratorActor, GeneratorFactories
+from r3async.actors.generator import GeneratorActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded
 from r3async.checkpoint.evaluations import read_evaluations, write_evaluation
@@ -272,8 +272,11 @@ def made(monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
 
     def make(directory, config, engine, chat, sender=None):
-        parts = GeneratorFactories(lambda *args: engine, lambda *args: chat, make_sender=lambda *args, **facts: sender)
-        return GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(directory), parts=parts)
+        actor = GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(directory))
+        actor.make_engine = lambda *args: engine
+        actor.make_renderer = lambda *args: chat
+        actor.make_sender = lambda *args: sender
+        return actor
 
     return make
 

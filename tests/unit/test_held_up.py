@@ -37,7 +37,7 @@ def held_up(reported):
 
 
 def test_who_blocks_is_named_with_how_long_and_again_only_when_it_is_twice_as_long(held_up, reported):
-    env = Blocks(held_up._clock)
+    env = Blocks(held_up.clock)
     for seconds in (0.4, 1.0, 1.5, 1.9, 2.5, 0.6):
         assert asyncio.run(held_up.run(env, "step", env.step(seconds))) == "done"
     assert [fields["seconds"] for _, fields in reported] == [1.0, 2.5]
@@ -47,7 +47,7 @@ def test_who_blocks_is_named_with_how_long_and_again_only_when_it_is_twice_as_lo
 
 
 def test_one_that_waits_as_long_is_not(held_up, reported):
-    env = Blocks(held_up._clock)
+    env = Blocks(held_up.clock)
     assert asyncio.run(held_up.run(env, "step", env.waits(4 * BLOCKING_SECONDS))) == "done"
     assert reported == []
 

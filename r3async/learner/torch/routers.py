@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from r3async.data.model_shape import RoutingShape
-from r3async.learner.replay import RoutingReplay
+from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
 
 _TOPK_FUNCTIONS = (torch.topk, torch.Tensor.topk)
@@ -115,22 +115,22 @@ class RouterSearch(TopKInterceptor):
 
 
 class _ReplayInterceptor(TopKInterceptor):
-    """A mode in which scores and chosen experts are what `choose` returns, given
-    the router's own."""
+    """A mode in which a router of MoE layer `index` chooses the experts of the bound `routes`."""
 
-    def __init__(
-        self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    ):
+    def __init__(self, shape: RoutingShape, routes: MicroBatchRoutes, index: int, *, logits: bool):
         super().__init__()
         self.choice_count = 0
         self._shape = shape
-        self._choose = choose
+        self._routes = routes
+        self._index = index
+        self._to_probabilities = partial(torch.softmax, dim=-1) if logits else _to_probabilities
 
     def on_topk(self, scores: Tensor, result: Any) -> Any:
         if not is_expert_choice(scores, result.indices, self._shape):
             return result
         self.choice_count += 1
-        balanced, chosen = self._choose(scores, result.indices)
+        balanced = self._routes.add_aux_loss(self._index, scores, self._to_probabilities)
+        chosen = self._routes.choose_experts(self._index, result.indices)
         same = balanced is scores and chosen is result.indices
         return result if same else _make_topk_result(_gather_scores(balanced, chosen), chosen)
 
@@ -222,12 +222,7 @@ def _forward_with_replay(
     routes = replay.current_routes
     if routes is None:
         return forward(*args, **kwargs)
-
-    def choose(scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = partial(torch.softmax, dim=-1) if logits else _to_probabilities
-        return routes.add_aux_loss(index, scores, probabilities), routes.choose_experts(index, own)
-
-    with _ReplayInterceptor(shape, choose) as mode:
+    with _ReplayInterceptor(shape, routes, index, logits=logits) as mode:
         output = forward(*args, **kwargs)
     if mode.choice_count != 1:
         raise LearnerError(

@@ -8,6 +8,8 @@ import msgspec
 
 from r3async.config.section import PositiveFloat, PositiveInt, Section
 
+UpdateHandling = Literal["keep", "recompute", "drain"]
+
 
 class GeneratorConfig(Section):
     count: PositiveInt = 1
@@ -28,7 +30,7 @@ class GeneratorConfig(Section):
     on the same cores."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of one engine on CPU, in GiB."""
-    on_update: Literal["keep", "recompute", "drain"] = "keep"
+    on_update: UpdateHandling = "keep"
     """Handling of running requests when new weights arrive. `keep`: they continue with the keys
     and values of the old weights. `recompute`: keys and values are computed again; tokens,
     log-probs and routes so far stay. `drain`: the weights wait for them, and new requests wait

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from r3async.config import Config
-from r3async.config.vllm_arguments import declare_engine_args
 from r3async.world import World
 from r3async.world.real import REAL_WORLD
 
@@ -29,12 +28,8 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
 
     return VllmEngine(
         model_path,
-        dtype=settings.dtype,
-        concurrency=settings.concurrency,
+        settings,
         max_model_len=config.episode.max_total_tokens,
-        threads=settings.threads,
-        kv_cache_gib=settings.kv_cache_gib,
-        on_update=settings.on_update,
+        seed=seed,
         record_sampling_masks=config.episode.needs_sampling_mask,
-        engine_args=declare_engine_args(seed=seed) | settings.engine_args,
     )

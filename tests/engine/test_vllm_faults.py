@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from r3async.config.generator import GeneratorConfig
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engine import EngineError, EngineLostError, sample_probe
 from r3async.rollout.vllm.engine import VllmEngine
@@ -84,7 +85,9 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(faulty, weigh
 
 async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_the_engine(faulty, weights, tiny_model):
     """The last test of this file: the engine has no process after it."""
-    unstarted = VllmEngine(str(tiny_model), dtype="float32", concurrency=4, max_model_len=512, kv_cache_gib=0.25)
+    unstarted = VllmEngine(
+        str(tiny_model), GeneratorConfig(dtype="float32", concurrency=4, kv_cache_gib=0.25), max_model_len=512
+    )
     with pytest.raises(EngineError, match="has not been started"):
         await unstarted.generate(request(prompt(4), 4))
     await plant(faulty, "")

@@ -15,6 +15,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from r3async.config.generator import GeneratorConfig
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm.engine import VllmEngine
@@ -44,7 +45,10 @@ def path(tmp_path_factory):
 async def engine(path):
     """One that records of which tokens it samples."""
     engine = VllmEngine(
-        str(path), dtype="float32", concurrency=16, max_model_len=128, kv_cache_gib=0.1, record_sampling_masks=True
+        str(path),
+        GeneratorConfig(dtype="float32", concurrency=16, kv_cache_gib=0.1),
+        max_model_len=128,
+        record_sampling_masks=True,
     )
     await engine.start()
     yield engine

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from r3async.config.generator import GeneratorConfig
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.manifest import WeightManifest
@@ -41,11 +42,8 @@ async def started(
     """Start an engine for contexts of `length`, with a cache of `gib`, and stop it in the end."""
     engine = VllmEngine(
         str(model),
-        dtype=dtype,
-        concurrency=concurrency,
+        GeneratorConfig(dtype=dtype, concurrency=concurrency, kv_cache_gib=gib, engine_args=engine_args),
         max_model_len=length,
-        kv_cache_gib=gib,
-        engine_args=engine_args,
     )
     await engine.start()
     try:

@@ -14,6 +14,7 @@ from r3async.actors.remote_generators import (
     shares_run_directory,
 )
 from r3async.checkpoint.run_starts import begin_lineage
+from r3async.config.generator import GeneratorConfig
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.rollout.engine import TENSOR_NAMES_FILE
@@ -50,7 +51,7 @@ def test_an_engine_without_weights_begins_with_made_up_ones(tiny_model, tmp_path
     shutil.copytree(tiny_model, here)
     if without:
         (here / TENSOR_NAMES_FILE).write_text("[]")
-    engine = VllmEngine(str(here), dtype="float32", concurrency=1, max_model_len=64)
+    engine = VllmEngine(str(here), GeneratorConfig(dtype="float32", concurrency=1), max_model_len=64)
     assert engine._engine_args.get("load_format") == ("dummy" if without else None)
 
 

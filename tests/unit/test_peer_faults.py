@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from r3async.config.generator import GeneratorConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import SCHEMA, Column, Sample, TokenSchema, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
@@ -204,7 +205,7 @@ def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, s
 async def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_zero(
     tiny_model, finish_reason, returned, kept
 ):
-    engine = VllmEngine(str(tiny_model), dtype="float32", concurrency=1, max_model_len=64)
+    engine = VllmEngine(str(tiny_model), GeneratorConfig(dtype="float32", concurrency=1), max_model_len=64)
     assert engine.routing is not None
     shape = RoutingShape(layers=3, top_k=2, num_experts=8)  # vLLM returns rows of all layers, the second one is dense
     layers = chosen(9, seed=3, high=8, shape=shape).astype(np.uint8)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from r3async.config.generator import GeneratorConfig, UpdateHandling
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.micro_batches import collate_samples
 from r3async.rollout.engine import Generation, GenerationRequest
@@ -44,17 +45,25 @@ def read_weights(model: Path) -> dict[str, Tensor]:
 
 
 def engine_of(
-    place: Place, model: Path, mode: str, *, concurrency: int = 64, on_update: str = "keep"
+    place: Place,
+    model: Path,
+    mode: str,
+    *,
+    concurrency: int = 64,
+    on_update: UpdateHandling = "keep",
 ) -> VllmEngine:
     share = {} if place.small else {"gpu_memory_utilization": 0.5}
     return VllmEngine(
         str(model),
-        dtype=place.engine_dtype,
-        concurrency=concurrency,
+        GeneratorConfig(
+            dtype=place.engine_dtype,
+            concurrency=concurrency,
+            kv_cache_gib=0.25,
+            on_update=on_update,
+            engine_args={**share, **MODES[mode]},
+        ),
         max_model_len=1024,
-        kv_cache_gib=0.25,
-        on_update=on_update,
-        engine_args={"seed": 1, **share, **MODES[mode]},
+        seed=1,
     )
 
 
@@ -159,13 +168,13 @@ def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
     }
 
 
-def updates(place: Place, *, mode: str, on_update: str) -> dict[str, Any]:
+def updates(place: Place, *, mode: str, on_update: UpdateHandling) -> dict[str, Any]:
     """Install six versions under running requests: durations, the version of every token, and the
     state afterwards."""
     return asyncio.run(_updates(place, mode, on_update))
 
 
-async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
+async def _updates(place: Place, mode: str, on_update: UpdateHandling) -> dict[str, Any]:
     paths = [place.model("tiny", place.engine_dtype, seed) for seed in (0, 1)]
     weights = [read_weights(path) for path in paths]
     engine = engine_of(place, paths[0], mode, on_update=on_update)

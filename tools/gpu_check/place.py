@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Place:
         return "cuda" if self.cuda else "cpu"
 
     @property
-    def engine_dtype(self) -> str:
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
         """The engine's dtype; float32 on CPU, because routes of bfloat16 and float32 differ."""
         return "float32" if self.small else "bfloat16"
 

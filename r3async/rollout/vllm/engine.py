@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from r3async.config.generator import GeneratorConfig
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
 from r3async.data.model_shape import read_moe_layers
 from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
@@ -54,40 +55,33 @@ class VllmEngine:
 
     Args:
         model_path: A local Hugging Face directory.
-        concurrency: Number of requests that run at once; more wait inside vLLM.
-        on_update: What happens to running requests when weights change (the setting of that name).
+        settings: Its `engine_args` override ours; they were checked when the configuration was read
+            (`config.vllm_arguments`). More requests than `concurrency` wait inside vLLM.
+        max_model_len: Tokens of the longest context.
+        seed: Seed of sampling; vLLM's own by default.
         record_sampling_masks: True to record which tokens could be sampled.
-        threads: CPU threads; matters on CPU only.
-        kv_cache_gib: Size of the KV cache; matters on CPU only.
-        engine_args: Arguments that are passed to vLLM's `AsyncEngineArgs` as they are, overriding
-            ours. Those that a user wrote were checked when the configuration was read
-            (`config.rollout`).
     """
 
     def __init__(
         self,
         model_path: str,
+        settings: GeneratorConfig,
         *,
-        dtype: str,
-        concurrency: int,
         max_model_len: int,
-        on_update: str = "keep",
+        seed: int | None = None,
         record_sampling_masks: bool = False,
-        threads: int = 1,
-        kv_cache_gib: float = 1.0,
-        engine_args: Mapping[str, Any] | None = None,
     ):
         self.version = -1
         self.routing, self._moe_layers = read_moe_layers(
             decode_python_json((Path(model_path) / "config.json").read_bytes())
         )
-        self._threads = threads
-        self._kv_cache_bytes = int(kv_cache_gib * 2**30)
+        self._threads = settings.threads
+        self._kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
         own = declare_engine_args(
             model=model_path,
-            dtype=dtype,
+            dtype=settings.dtype,
             max_model_len=max_model_len,
-            max_num_seqs=concurrency,
+            max_num_seqs=settings.concurrency,
             # Compiled graphs lose routes on CPU. On GPUs they return all of them, and
             # decode in less time.
             enforce_eager=is_cpu_vllm(),
@@ -103,10 +97,12 @@ class VllmEngine:
         )
         if (Path(model_path) / TENSOR_NAMES_FILE).is_file():
             own |= declare_engine_args(load_format="dummy")
-        self._engine_args: dict[str, Any] = own | dict(engine_args or {})
+        if seed is not None:
+            own |= declare_engine_args(seed=seed)
+        self._engine_args: dict[str, Any] = own | settings.engine_args
         if not self._engine_args["enable_return_routed_experts"]:
             self.routing = None
-        self.on_update = on_update
+        self.on_update = settings.on_update
         self._requests = RequestRegistry()
         self._receive_task: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []

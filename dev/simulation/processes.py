@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from dev.simulation.loop import VirtualProcess
+from dev.simulation.loop import ProcessKilled, VirtualFuture, VirtualProcess
+from dev.simulation.network import draw_seconds
 from r3async.world import MetricsServer
 
 if TYPE_CHECKING:
     from dev.simulation.actors import ActorCall, SimulatedActor, SimulatedReservation
     from dev.simulation.world import SimulatedHost, SimulatedWorld, Simulation
-import functools
-from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from typing import ParamSpec, TypeVar
-
-from dev.simulation.loop import ProcessKilled, VirtualFuture
-from dev.simulation.network import draw_seconds
 
 
 class HostProcess(VirtualProcess):

@@ -1,12 +1,14 @@
 """The learner's inbox: trajectories on their way from arrival to a step.
 
-They are checked on arrival, kept until a checkpoint has trained them, gathered into groups, and
-prepared for a step.
+`TrajectoryInbox.receive_trajectories` is the learner's loop over what arrives: trajectories are
+checked, stored until a checkpoint has trained them, and gathered into groups. `NextStep` prepares
+these for a step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ import msgspec
 from r3async.actors.weight_transport import resolve_endpoint
 from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
-from r3async.data.tokens import Trajectory, is_trajectory_of_group
+from r3async.data.tokens import Trajectory
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError, RejectedTrajectory
 from r3async.learner.advantages import group_has_variance
@@ -31,23 +33,26 @@ from r3async.schedule.task_failures import (
     TrajectoryQuarantine,
 )
 from r3async.schedule.validation import find_invalid, validate_trajectories
-from r3async.transport.intake import RejectionError, TrajectoryConsumer
 from r3async.transport.ledger import TrajectoryLedger
-from r3async.transport.receiver import TrajectoryReceiver
+from r3async.transport.receiver import ReceivedTrajectory, TrajectoryReceiver
+from r3async.transport.sockets import run_off_loop
 from r3async.transport.spool import Spool
 from r3async.world import WorkerThread, World
 from r3async.world.curve_keys import resolve_learner_keys
+from r3async.world.stages import in_stage
 
 from .process import wait_for_event
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 ARRIVAL_POLL_SECONDS = 1.0
 """Maximum seconds between two looks at what has arrived."""
-COMMIT_CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 
 
-class TrajectoryInbox(TrajectoryConsumer):
+class TrajectoryInbox:
     """The trajectories that the learner has received. It owns the receiver, the spool and the
     quarantine. All methods belong to the event loop.
 
@@ -101,8 +106,8 @@ class TrajectoryInbox(TrajectoryConsumer):
         self.receiver = TrajectoryReceiver(
             run_id,
             config.transport,
-            self,
             keys=self.keys,
+            group_size=schedule.group_size,
             max_trajectory_bytes=max_trajectory_bytes(config, routing),
             store=self.spool,
             # A step may wait for this many groups, counted from the oldest that is not trained.
@@ -110,11 +115,9 @@ class TrajectoryInbox(TrajectoryConsumer):
             + schedule.window
             - 1,
             ledger=TrajectoryLedger(buffer.consumed),
+            report_event=events.error,
             world=world,
         )
-        self._is_recovering = False
-        """True while the trajectories being validated are those that the spool kept from
-        before this start."""
         self._expects_steps = True
         """False when the last step is trained."""
         self._rejected_failures = TaskFailures(
@@ -124,25 +127,89 @@ class TrajectoryInbox(TrajectoryConsumer):
         )
         self._commit_tasks: list[asyncio.Task[int]] = []
         self._arrival = asyncio.Event()
+        self._receiving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Recover the trajectories that the spool kept, and bind the socket. Returns the endpoint
-        at which generators reach it."""
-        self._is_recovering = True
+        """Recover the trajectories that the spool kept, bind the socket, and receive. Returns the
+        endpoint at which generators reach it."""
+        async for recovered in self.receiver.recover():
+            await self._take_in([recovered])
         endpoint = resolve_endpoint(self._config, self._world, await self.receiver.start())
-        self._is_recovering = False
         if self.receiver.recovered:
             self._events.info("spool_recovered", trajectories=self.receiver.recovered)
+        receiving = in_stage("intake", self.receive_trajectories())
+        self._receiving = asyncio.create_task(receiving, name="receive-trajectories")
         return endpoint
 
-    # -- called by the receiver --------------------------------------------------------------------
+    # -- what arrives ------------------------------------------------------------------------------
 
-    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
-        return is_trajectory_of_group(group_index, trajectory_id, self._config.schedule.group_size)
+    async def receive_trajectories(self) -> None:
+        """Take in trajectories as they arrive, until cancelled."""
+        async for batch in self.receiver:
+            try:
+                await self._take_in(batch)
+            except Exception:
+                logger.exception("the learner continues to receive after an error")
 
-    def find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+    async def _take_in(self, batch: Sequence[ReceivedTrajectory]) -> None:
+        """Answer each trajectory of a batch: reject it, or store it, add it to its group and
+        acknowledge it. No trajectory ends the learner, whatever is wrong with it."""
+        nbytes = sum(received.payload_bytes for received in batch)
+        # Validate together what arrived together; off the event loop if that takes long.
+        problems = await run_off_loop(self._world.threads, nbytes, self._find_problems, batch)
+        for at, received in enumerate(batch):
+            trajectory = received.trajectory
+            try:
+                # Of an invalid trajectory nothing is stored.
+                problem = problems.get(at) or self._find_no_slot(trajectory)
+                if isinstance(problem, Exception):
+                    raise problem
+                if problem:
+                    await self.receiver.reject(received, problem)
+                    continue
+                # It may have been played twice, or its group may be trained.
+                if not self.buffer.needs_trajectory(trajectory):
+                    self.receiver.acknowledge_duplicate(received)
+                    continue
+                # On disk before it is acknowledged, if the spool is on.
+                await self.receiver.store(received)
+                # The group may have ended during the write.
+                if not self.buffer.add(received.trajectory, received.nbytes):
+                    self.receiver.acknowledge_duplicate(received)
+                    continue
+            except Exception as error:
+                logger.exception("trajectory %r was not taken", trajectory.trajectory_id)
+                reason = f"the learner failed to take it: {type(error).__name__}: {error}"
+                await self.receiver.reject(received, reason)
+                continue
+            # Its sender forgets it.
+            self.receiver.accept(received)
+            if self.buffer.is_complete(trajectory.group_index):
+                self.wake_waiters()
+
+    def _find_problems(self, batch: Sequence[ReceivedTrajectory]) -> dict[int, str | Exception]:
+        """Return, by index, why trajectories cannot be trained: the reason, or the error that
+        `find_invalid` raised for that one alone."""
+        trajectories = [received.trajectory for received in batch]
+        try:
+            return dict(self.find_invalid(trajectories, is_recovered=batch[0].is_recovered))
+        except Exception as error:
+            if len(batch) == 1:
+                return {0: error}
+        return {
+            at: problem
+            for at, received in enumerate(batch)
+            for problem in self._find_problems([received]).values()
+        }
+
+    def find_invalid(
+        self, trajectories: Sequence[Trajectory], *, is_recovered: bool = False
+    ) -> dict[int, str]:
         """Return the reasons, by index, why trajectories cannot be trained. Called off the event
-        loop if they are long."""
+        loop if they are long.
+
+        `is_recovered` says that the spool kept them from before this start.
+        """
         check = partial(
             validate_trajectories,
             vocab_size=self._vocab_size,
@@ -152,31 +219,18 @@ class TrajectoryInbox(TrajectoryConsumer):
             group_size=self._config.schedule.group_size,
             staleness_bound=self.staleness_bound if self._expects_steps else None,
             lineage=self._lineage,
-            is_recovered=self._is_recovering,
+            is_recovered=is_recovered,
             needs_supports=self._config.episode.needs_sampling_mask,
         )
         return {at: str(error) for at, error in find_invalid(trajectories, check).items()}
 
-    def admit_trajectory(self, trajectory: Trajectory) -> bool:
-        """Return True if the buffer needs this episode. Called before the trajectory is stored.
-        Raises `RejectionError` for a group that cannot have a slot."""
+    def _find_no_slot(self, trajectory: Trajectory) -> str:
+        """Return why the group of a trajectory cannot have a slot; empty if it can."""
         beyond = len(self.buffer.consumed) + self._slot_count
-        if trajectory.group_index >= beyond:
-            # After a resume: it was made after steps that the resume took back.
-            raise RejectionError(
-                f"group {trajectory.group_index} cannot have a slot: only groups "
-                f"before {beyond} can"
-            )
-        return self.buffer.needs_trajectory(trajectory)
-
-    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-        if not self.buffer.add(trajectory, nbytes):
-            self.receiver.release_trajectory(trajectory.trajectory_id)
-        elif self.buffer.is_complete(trajectory.group_index):
-            self.wake_waiters()
-
-    def report_rejection(self, trajectory_id: str, reason: str) -> None:
-        self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
+        if trajectory.group_index < beyond:
+            return ""
+        # After a resume: it was made after steps that the resume took back.
+        return f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can"
 
     # -- called by a step --------------------------------------------------------------------------
 
@@ -320,10 +374,13 @@ class TrajectoryInbox(TrajectoryConsumer):
 
     async def close(self) -> None:
         """Stop receiving and close the spool."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.wait([self._receiving], timeout=CLOSE_SECONDS)
         await self.receiver.close()
         if self.spool is not None:
             if self._commit_tasks:
-                await asyncio.wait(self._commit_tasks, timeout=COMMIT_CLOSE_SECONDS)
+                await asyncio.wait(self._commit_tasks, timeout=CLOSE_SECONDS)
             await self.spool.close()
 
 

@@ -36,7 +36,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.data.packed import RouteForm
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import decode_trajectory, encode_trajectory
-from r3async.transport import TrajectoryConsumer, TrajectoryReceiver, TrajectorySender
+from r3async.transport import TrajectoryReceiver, TrajectorySender
 from r3async.transport.spool import Spool
 from r3async.world.curve_keys import ClientKeys, generate_keys
 from r3async.world.sockets import apply_client_keys, apply_server_keys
@@ -295,27 +295,32 @@ async def _receive_whole(
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
-    class ArrivalTimer(TrajectoryConsumer):
-        def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-            receiver.release_trajectory(trajectory.trajectory_id)
-            trained.append(trajectory.group_index)
-            # The warm-up message, the first that counts, and the last: reading clocks
-            # takes time, too.
-            if next(numbers) in (0, 1, count):
-                marks.append((time.perf_counter(), time.process_time()))
+    async def receive_trajectories() -> None:
+        async for batch in receiver:
+            for received in batch:
+                await receiver.store(received)
+                receiver.accept(received)
+                receiver.release_trajectory(received.trajectory.trajectory_id)
+                trained.append(received.trajectory.group_index)
+                # The warm-up message, the first that counts, and the last: reading clocks
+                # takes time, too.
+                if next(numbers) in (0, 1, count):
+                    marks.append((time.perf_counter(), time.process_time()))
 
     marks: list[tuple[float, float]] = []
     trained: list[int] = []
     numbers = itertools.count()
     server, client = generate_keys()
-    receiver = TrajectoryReceiver("bench", settings, ArrivalTimer(), keys=server, store=spool)
+    receiver = TrajectoryReceiver("bench", settings, keys=server, store=spool)
     endpoint = await receiver.start()
+    receiving = asyncio.create_task(receive_trajectories())
     resident_mib = reset_memory_peak()
     inflight = max(4, min(256, 2**25 // nbytes))
     async with contextlib.AsyncExitStack() as stack:
         if spool is not None:
             await stack.enter_async_context(_commit_trained(spool, trained, count))
         stack.push_async_callback(receiver.close)
+        stack.callback(receiving.cancel)
         lag = await stack.enter_async_context(LagMonitor())
         job = TransportJob(
             path, endpoint, nbytes, count, inflight, client.server_public_key, client.secret_key

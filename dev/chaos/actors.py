@@ -237,8 +237,7 @@ class NoDedupe(LearnerActor):
             schedule.group_size, schedule.window, head=taken.head, beyond=sorted(taken.beyond_head)
         )
         answer = await super().start_listening(*args)
-        receiver = self.components.inbox.receiver
-        receiver.ledger = receiver._intake._ledger = NoMemory()
+        self.components.inbox.receiver.ledger = NoMemory()
         return answer
 
 

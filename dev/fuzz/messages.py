@@ -15,7 +15,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.data import control_messages, wire, wire_frames
 from r3async.data.packed import RouteForm
 from r3async.data.tokens import SCHEMA, Trajectory
-from r3async.transport import TrajectoryConsumer, TrajectoryReceiver
+from r3async.transport import ReceivedTrajectory, TrajectoryReceiver
 from r3async.transport.sockets import NullSocket
 from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import MessageHandler
@@ -125,31 +125,41 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     fits = False
     socket = AnswerSocket()
 
-    class ArrivalChecker(TrajectoryConsumer):
-        def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-            if fits:  # with a valid checksum it may be another trajectory, but a valid one
-                decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
-                for sample in decoded.samples:  # routes are unpacked when they are read
-                    assert all(
-                        len(column) == len(sample.table) for _, column in sample.table.items()
-                    )
-            else:
-                assert trajectory == by_id.get(trajectory.trajectory_id), (
-                    "taken for another trajectory"
-                )
-            receiver.release_trajectory(trajectory.trajectory_id)
-            receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
+    def check_trajectory(trajectory: Trajectory) -> None:
+        if fits:  # with a valid checksum it may be another trajectory, but a valid one
+            decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
+            for sample in decoded.samples:  # routes are unpacked when they are read
+                assert all(len(column) == len(sample.table) for _, column in sample.table.items())
+        else:
+            assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
+
+    async def receive_trajectories() -> None:
+        async for batch in receiver:
+            for received in batch:
+                await take_in(received)
+
+    async def take_in(received: ReceivedTrajectory) -> None:
+        trajectory = received.trajectory
+        try:
+            check_trajectory(trajectory)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+            await receiver.reject(received, "it failed")
+            return
+        receiver.accept(received)
+        receiver.release_trajectory(trajectory.trajectory_id)
+        receiver.ledger.forget_unconsumed()
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
     receiver = TrajectoryReceiver(
         "run",
         settings,
-        ArrivalChecker(),
         keys=generate_keys()[0],
         window=0,
         world=AnswerWorld(socket),
     )
     await receiver.start()
+    receiving = asyncio.create_task(receive_trajectories())
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
@@ -197,6 +207,7 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
             assert receiver.unreleased_bytes == 0, "memory was lost"
         assert not failures, failures[0]
     finally:
+        receiving.cancel()
         await receiver.close()
         logging.getLogger("r3async").removeHandler(handler)
     return watch.make_report()

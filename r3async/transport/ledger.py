@@ -38,13 +38,6 @@ class TrajectoryLedger:
         if not self.is_group_consumed(group_index):
             self._accepted_ids.setdefault(group_index, set()).add(trajectory_id)
 
-    def discard(self, group_index: int, trajectory_id: str) -> None:
-        """Undo an `add`. Harmless if there was none."""
-        ids = self._accepted_ids.get(group_index, set())
-        ids.discard(trajectory_id)
-        if not ids:
-            self._accepted_ids.pop(group_index, None)
-
     def forget_group(self, group_index: int) -> set[str]:
         """Mark a group as over, so that whatever still arrives for it is a duplicate. Returns the
         ids it had. Idempotent."""

@@ -1,5 +1,5 @@
-"""The learner's receiver: takes trajectories from many senders, validates, stores and
-acknowledges them."""
+"""The learner's receiver: yields the trajectories of many senders, stores and acknowledges
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import errno
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,25 +25,20 @@ from r3async.data.control_messages import (
     decode_control,
     encode_control,
 )
-from r3async.data.tokens import SCHEMA
-from r3async.data.wire import WIRE_VERSION
+from r3async.data.tokens import SCHEMA, is_trajectory_of_group
+from r3async.data.wire import WIRE_VERSION, InvalidTrajectoryError
 from r3async.data.wire_frames import Frame, WireError
-from r3async.transport.intake import (
-    IncomingTrajectory,
-    IntakeOutcome,
-    TrajectoryConsumer,
-    TrajectoryIntake,
-    TrajectoryStore,
-)
+from r3async.transport.intake import IncomingTrajectory, ReceivedTrajectory, TrajectoryIntake
 from r3async.transport.ledger import TrajectoryLedger
 from r3async.transport.memory_budget import NO_GROUP_LIMIT, MemoryBudget
 from r3async.transport.sockets import NullSocket
-from r3async.world import MessageSocket, World
+from r3async.transport.trajectory_store import TrajectoryStore
+from r3async.world import EventReporter, MessageSocket, World, ignore_event
 from r3async.world.curve_keys import ServerKeys, TransportError
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import in_stage
 
-__all__ = ["TrajectoryReceiver"]
+__all__ = ["ReceivedTrajectory", "TrajectoryReceiver"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,61 +64,69 @@ class SenderSession:
 
 
 class TrajectoryReceiver:
-    """The learner's end of the transport: accepts each trajectory once and hands it
-    to its consumer.
+    """The learner's end of the transport, which yields each trajectory once:
 
-    A trajectory takes these steps, in this order:
+        async for batch in receiver:
+            for received in batch:
+                await receiver.store(received)
+                receiver.accept(received)
 
-    * `consumer.find_invalid`, for several at once, off the event loop if the payload is large.
-    * `consumer.admit_trajectory`, on the event loop; it returns False for a duplicate.
-    * `store.put_trajectory`, if there is a store.
-    * `consumer.take_trajectory`, on the event loop.
-    * The acknowledgement, after which the sender forgets the trajectory. What has to survive a
-      crash is in the store by then.
+    A batch has the trajectories that arrived next and are decoded: one, or several small ones, so
+    that they can be validated together. Each of them is answered, in this order and once, with one
+    of these:
 
-    If `find_invalid` names a reason or `admit_trajectory` raises `RejectionError`, the trajectory
-    is rejected with that reason, and nothing of it is stored. Any other exception is logged and
-    rejects it too, for a message that triggers a defect must neither stop the receiver nor be
-    resent for ever.
+    * `await store(...)` and then `accept(...)`: it is durable, if there is a store, and then
+      acknowledged; its sender forgets it. It belongs to the caller, in memory that counts as held
+      until `release_trajectory` or `forget_group`.
+    * `acknowledge_duplicate(...)`: its episode is here already, or over. Nothing of it is kept.
+    * `await reject(...)`: it will never be accepted. Its sender gets the reason, and nothing of it
+      is kept, not even if it is in the store already. Every check that may refuse it belongs before
+      `store`; an unexpected failure rejects it, too, for a message that triggers a defect must
+      neither stop the learner nor be resent for ever.
 
     Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and
     beyond that only what the next `window` groups take, which are accepted whatever else is held;
     `MemoryBudget` has the rule and explains why it cannot deadlock. Any other trajectory that
     arrives while there is no free memory is dropped at once: its sender keeps it, and is told when
-    to send it again. Claims of senders are limited: `consumer.is_expected` says whether a group has
-    such a trajectory, and no trajectory takes more than `max_trajectory_bytes` bytes. So memory is
-    bounded whatever senders claim, by `max(credit_bytes, largest) + window * (trajectories that
-    claims lets a group have) * largest`. At most half of `credit_bytes` is in flight to the
-    receiver, or one trajectory of each sender.
+    to send it again. Claims of senders are limited: a group has `group_size` trajectories with the
+    names of its episodes, and none takes more than `max_trajectory_bytes` bytes. So memory is
+    bounded whatever senders claim, by `max(credit_bytes, largest) + window * group_size * largest`.
+    At most half of `credit_bytes` is in flight to the receiver, or one trajectory of each sender.
 
     Call `release_trajectory` for each trajectory that is no longer held in memory, or
     `forget_group` for a whole group, in the order of groups as far as possible. With a store, a
-    trajectory that would exceed `store.memory_bytes` is handed over mapped from disk; and if the
-    store has no free bytes, only the window is accepted.
+    trajectory that would exceed `store.memory_bytes` is mapped from disk; and if the store has no
+    free bytes, only the window is accepted.
 
     Duplicates: `ledger` has the ids of accepted trajectories. A receiver that restarts with a
-    restored ledger and the store neither loses a trajectory nor takes one twice: `start` hands over
+    restored ledger and the store neither loses a trajectory nor accepts one twice: `recover` yields
     again what the store kept, and groups that are over are removed from the store. A receiver with
-    an empty ledger takes again what was not acknowledged.
+    an empty ledger accepts again what was not acknowledged.
 
     Only peers whose key is in `keys` are let in; see `transport.keys`.
 
-    No message can stop the receiver: an invalid message is counted, and refused with a reason if
-    there is a sender to answer. All methods belong to the event loop's thread.
+    No message can stop the receiver: an invalid message is counted, reported
+    (`report_event("trajectory_refused", ...)`), and refused with a reason if there is a sender to
+    answer. All methods belong to the event loop's thread.
+
+    Args:
+        group_size: Trajectories of a group; None: any name is accepted.
+        report_event: Writes an event of the run's log.
     """
 
     def __init__(
         self,
         run_id: str,
         settings: TransportConfig,
-        consumer: TrajectoryConsumer,
         *,
         keys: ServerKeys,
+        group_size: int | None = None,
         max_trajectory_bytes: int | None = None,
         store: TrajectoryStore | None = None,
         window: int = 1,
         port: int = 0,
         ledger: TrajectoryLedger | None = None,
+        report_event: EventReporter = ignore_event,
         world: World = REAL_WORLD,
     ):
         self.run_id = run_id
@@ -136,7 +139,7 @@ class TrajectoryReceiver:
         self.bytes_received = 0
         """Bytes of accepted trajectories, on the wire."""
         self.recovered = 0
-        """Trajectories that the store had kept and `start` handed over again."""
+        """Trajectories of groups that are not over which the store had kept."""
         self.duplicates = 0
         """Trajectories delivered again after they were accepted, or after their group was over."""
         self.rejected = 0
@@ -146,7 +149,8 @@ class TrajectoryReceiver:
         self.refused_peers: Counter[str] = Counter()
         """Number of times that peers were not let in, by reason."""
         self._keys = keys
-        self._consumer = consumer
+        self._group_size = group_size
+        self._report_event = report_event
         limits = (settings.max_message_bytes, max_trajectory_bytes)
         self._max_trajectory_bytes = min(limit for limit in limits if limit is not None)
         self._store = store
@@ -163,14 +167,16 @@ class TrajectoryReceiver:
         self._heartbeat_seconds = settings.ack_timeout / 4
         self._heartbeat_due_at = 0.0
         self._announce_scheduled = False
-        self._intake = TrajectoryIntake(self.ledger, self._memory, consumer, store, world)
+        self._intake = TrajectoryIntake(world)
+        self._rejected_stored: dict[tuple[int, str], str] = {}
+        """Reasons for recovered trajectories that were rejected, by group and id."""
         self._sockets = world.open_sockets()
         self._socket: MessageSocket = NullSocket()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def unreleased_bytes(self) -> int:
-        """The bytes of trajectories that were handed over and not released."""
+        """The bytes of trajectories that arrived and are not released."""
         return self._memory.reserved_bytes
 
     @property
@@ -179,16 +185,13 @@ class TrajectoryReceiver:
         return len(self._sessions)
 
     async def start(self) -> str:
-        """Take back what the store kept, bind, and serve. Returns the endpoint; its host is
-        `settings.host`, unchanged, even if that is a wildcard, or loopback if that is unset.
+        """Bind and serve. Returns the endpoint; its host is `settings.host`, unchanged, even if that
+        is a wildcard, or loopback if that is unset. With a store, use up `recover` first.
 
         Raises `TransportError` if the address cannot be bound.
         """
         assert not self._tasks, "a receiver is started once"
         self._memory.advance_window(self.ledger.oldest_group)
-        if self._store is not None:
-            self.recovered, refused = await self._intake.restore_from_store(self._store)
-            self.rejected += refused
         address = f"tcp://{bracket_ipv6(self.settings.host or LOOPBACK_HOST)}:{self._port or '*'}"
         try:
             self._socket = self._sockets.bind_router(
@@ -197,15 +200,126 @@ class TrajectoryReceiver:
         except OSError as error:
             await self.close()
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
-        self._tasks = [
-            asyncio.create_task(
-                in_stage("intake", self._answer_arrivals()), name="transport-receiver"
-            ),
-            asyncio.create_task(
-                in_stage("messages", self._run_heartbeat()), name="transport-heartbeat"
-            ),
-        ]
+        heartbeat = in_stage("messages", self._run_heartbeat())
+        self._tasks = [asyncio.create_task(heartbeat, name="transport-heartbeat")]
         return self._socket.endpoint
+
+    async def recover(self) -> AsyncIterator[ReceivedTrajectory]:
+        """Yield what the store kept of accepted trajectories of groups that are not over, each to be
+        answered like one that arrives. Anything else in the ledger was never kept and is
+        forgotten.
+
+        What is over, or rejected now, is removed from the store when all have been yielded.
+        """
+        if self._store is None:
+            return
+        self.ledger.forget_unconsumed()
+        over = set()
+        for kept in await self._store.recover_trajectories():
+            if self.ledger.is_group_consumed(kept.trajectory.group_index):
+                over.add(kept.trajectory.group_index)
+                continue
+            self.recovered += 1
+            yield ReceivedTrajectory(kept.trajectory, kept.nbytes, None, is_stored=True)
+        await self._store.delete_trained(over)
+        await self._store.remove_trajectories(self._rejected_stored)
+
+    async def __aiter__(self) -> AsyncIterator[list[ReceivedTrajectory]]:
+        """Yield batches of trajectories as they arrive, until cancelled. All of a batch are answered
+        before the next is asked for. One that is not is forgotten: its sender delivers it again."""
+        while True:
+            batch: list[ReceivedTrajectory] = []
+            for arrival, decoded in await self._intake.decode_next():
+                if not isinstance(decoded, Exception):
+                    batch.append(decoded)
+                    continue
+                # Those before it are answered first: answers come in the order of deliveries.
+                if batch:
+                    yield batch
+                    self._forget_unanswered(batch)
+                    batch = []
+                self._answer_undecodable(arrival, decoded)
+            if batch:
+                yield batch
+                self._forget_unanswered(batch)
+
+    def _forget_unanswered(self, batch: Sequence[ReceivedTrajectory]) -> None:
+        for received in batch:
+            if received.arrival is not None and self._intake.is_unanswered(received.arrival):
+                self._memory.release_trajectory(received.arrival.trajectory_id)
+                self._intake.remove(received.arrival)
+                self._announce_soon()
+
+    async def store(self, received: ReceivedTrajectory) -> None:
+        """Make a trajectory durable, if there is a store. Waits as long as the disk takes
+        nothing."""
+        arrival = received.arrival
+        if self._store is None or arrival is None:
+            return
+        spill = self._memory.reserved_bytes > self._store.memory_bytes
+        kept = await self._store.put_trajectory(received.trajectory, arrival.frames, spill=spill)
+        received.is_stored = True
+        if kept is not None:
+            received.trajectory = kept.trajectory
+            received.nbytes = kept.nbytes
+
+    def accept(self, received: ReceivedTrajectory) -> bool:
+        """Acknowledge a trajectory that is stored. Returns False if its group is over meanwhile:
+        then it is a duplicate."""
+        trajectory = received.trajectory
+        if self.ledger.is_group_consumed(trajectory.group_index):
+            self.acknowledge_duplicate(received)
+            return False
+        assert received.is_stored or self._store is None, "stored before it is acknowledged"
+        self._memory.set_reserved(trajectory.trajectory_id, received.nbytes)
+        self.ledger.add(trajectory.group_index, trajectory.trajectory_id)
+        arrival = received.arrival
+        if arrival is None:
+            return True
+        self._intake.remove(arrival)
+        self.received += 1
+        self.bytes_received += arrival.wire_bytes
+        if not self._pending_acks:
+            asyncio.get_running_loop().call_later(ACK_DELAY_SECONDS, self._send_acks)
+        self._pending_acks.setdefault(arrival.sender_identities[0], []).append(
+            arrival.trajectory_id
+        )
+        self._unacknowledged_bytes += arrival.nbytes
+        if self._unacknowledged_bytes >= self.settings.credit_bytes // (
+            ACK_CREDIT_SHARE * max(1, len(self._sessions))
+        ):
+            self._send_acks()
+        self._answer_other_senders(arrival)
+        return True
+
+    def acknowledge_duplicate(self, received: ReceivedTrajectory) -> None:
+        """Acknowledge a trajectory whose episode is here already, or over. Nothing of it is kept but
+        what is in the store, until its group is over."""
+        arrival = received.arrival
+        if arrival is None:
+            return
+        self._memory.release_trajectory(arrival.trajectory_id)
+        self._intake.remove(arrival)
+        self._acknowledge_duplicates(arrival.sender_identities[0], arrival.trajectory_id)
+        self._answer_other_senders(arrival)
+
+    async def reject(self, received: ReceivedTrajectory, reason: str) -> None:
+        """Reject a trajectory for good: its sender gets the reason. One that is in the store is
+        removed from there."""
+        name = received.trajectory.trajectory_id
+        rejected = {(received.trajectory.group_index, name): reason}
+        arrival = received.arrival
+        if arrival is None:
+            self.rejected += 1
+            self._rejected_stored |= rejected
+            logger.warning("trajectory %r was kept, but is not taken again: %s", name, reason)
+            return
+        if received.is_stored and self._store is not None:
+            await self._store.remove_trajectories(rejected)
+        self._memory.release_trajectory(name)
+        self._intake.remove(arrival)
+        self._reject_trajectory(arrival.sender_identities[0], name, reason)
+        self._answer_other_senders(arrival)
 
     def release_trajectory(self, trajectory_id: str) -> None:
         """Free the bytes of a trajectory that is consumed. Harmless for one that holds none."""
@@ -246,7 +360,7 @@ class TrajectoryReceiver:
         try:
             self._handle_message(frames[0].bytes, frames[1:])
         except Exception:
-            # A defect here or in a callback. The sender gets no answer, and tries again.
+            # A defect. The sender gets no answer, and tries again.
             logger.exception("the trajectory receiver continues after an error")
 
     def _handle_message(self, identity: bytes, frames: Sequence[Frame]) -> None:
@@ -348,7 +462,10 @@ class TrajectoryReceiver:
         nbytes = item.nbytes
         if nbytes > self._max_trajectory_bytes:
             return f"{nbytes} bytes, more than {self._max_trajectory_bytes}"
-        if group_index < 0 or not self._consumer.is_expected(group_index, trajectory_id):
+        has_episode = self._group_size is None or is_trajectory_of_group(
+            group_index, trajectory_id, self._group_size
+        )
+        if group_index < 0 or not has_episode:
             return f"group {group_index} has no trajectory {trajectory_id!r}"
         there = sum(map(len, pieces))
         if there > nbytes:
@@ -364,36 +481,32 @@ class TrajectoryReceiver:
             else self._store.free_bytes - self._intake.unanswered_bytes
         )
 
-    async def _answer_arrivals(self) -> None:
-        """Answer the sender of each trajectory that the intake has done with."""
-        async for arrival, outcome in self._intake.process_arrivals():
-            try:
-                self._answer_sender(arrival, outcome)
-            except Exception:
-                logger.exception("the trajectory receiver continues after an error")
-
-    def _answer_sender(self, arrival: IncomingTrajectory, outcome: IntakeOutcome) -> None:
+    def _answer_undecodable(self, arrival: IncomingTrajectory, error: Exception) -> None:
+        """Answer an arrival that could not be decoded. If no sender makes such a message, it was
+        damaged in transit, and is asked for again."""
         name = arrival.trajectory_id
-        identity, *others = arrival.sender_identities
-        if outcome.kind == "over":
-            self._acknowledge_duplicates(identity, name)
-        elif outcome.kind == "refused":
-            self._reject_trajectory(identity, name, outcome.reason)
-        elif outcome.kind == "damaged":
-            self._reject_damaged(identity, name, outcome.reason)
+        identity = arrival.sender_identities[0]
+        self._memory.release_trajectory(name)
+        self._intake.remove(arrival)
+        reason = str(error) or type(error).__name__
+        if isinstance(error, InvalidTrajectoryError):
+            self._reject_trajectory(identity, name, reason)
+        elif isinstance(error, WireError):
+            self._reject_damaged(identity, name, reason)
         else:
-            self.received += 1
-            self.bytes_received += arrival.wire_bytes
-            if not self._pending_acks:
-                asyncio.get_running_loop().call_later(ACK_DELAY_SECONDS, self._send_acks)
-            self._pending_acks.setdefault(identity, []).append(name)
-            self._unacknowledged_bytes += arrival.nbytes
-            if self._unacknowledged_bytes >= self.settings.credit_bytes // (
-                ACK_CREDIT_SHARE * max(1, len(self._sessions))
-            ):
-                self._send_acks()
-        for other in others:  # its payload may differ, and is judged separately
-            self._send_message(other, Reject(name, "another sender's was in hand", again="later"))
+            logger.error("trajectory %r was not decoded", name, exc_info=error)
+            reason = f"the learner failed to decode it: {type(error).__name__}: {error}"
+            self._reject_trajectory(identity, name, reason)
+        self._answer_other_senders(arrival)
+
+    def _answer_other_senders(self, arrival: IncomingTrajectory) -> None:
+        """Answer those who sent the trajectory while it was in hand. What they sent may differ, and
+        is judged separately."""
+        for other in arrival.sender_identities[1:]:
+            self._send_message(
+                other,
+                Reject(arrival.trajectory_id, "another sender's was in hand", again="later"),
+            )
         self._announce_soon()
 
     def _send_acks(self) -> None:
@@ -414,7 +527,7 @@ class TrajectoryReceiver:
         self.rejected += 1
         reason = reason[:MAX_REASON_CHARS]
         self._send_message(identity, Reject(trajectory_id, reason))
-        self._consumer.report_rejection(trajectory_id, reason)
+        self._report_event("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
 
     def _reject_damaged(self, identity: bytes, trajectory_id: str, reason: str) -> None:
         self.damaged += 1

@@ -1,10 +1,10 @@
-"""Trajectories to send, a consumer that counts, and both ends of a connection, closed whatever happens."""
+"""Trajectories to send, a learner that counts, and both ends of a connection, closed whatever happens."""
 
 import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from zmq.utils import z85
 from r3async.config import TransportConfig
 from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.transport import TrajectoryConsumer, TrajectoryReceiver, TrajectorySender
+from r3async.transport import ReceivedTrajectory, TrajectoryReceiver, TrajectorySender
 from r3async.transport.sockets import TrajectoryValidator
 from r3async.world.curve_keys import ClientKeys, ServerKeys
 from r3async.world.sockets import apply_client_keys
@@ -75,36 +75,43 @@ async def until(condition: Callable[[], Any], limit: float = LIMIT) -> None:
             await asyncio.sleep(0.01)
 
 
-class Inbox(TrajectoryConsumer):
-    """A consumer that counts what it received and, unless `hold` is set, releases it at once. `validate` and `claims`
-    take the place of `find_invalid` and `is_expected`."""
+class Inbox:
+    """A learner that stores and accepts what its `receiver` yields, counts it and, unless `hold` is set, releases it at
+    once. It rejects what `validate` finds invalid."""
 
-    def __init__(
-        self,
-        *,
-        hold: bool = False,
-        validate: TrajectoryValidator = lambda trajectories: {},
-        claims: Callable[[int, str], bool] = lambda group, name: True,
-    ):
-        self.hold, self.validate, self.claims = hold, validate, claims
+    def __init__(self, *, hold: bool = False, validate: TrajectoryValidator = lambda trajectories: {}):
+        self.hold, self.validate = hold, validate
         self.seen: Counter[str] = Counter()
         self.trajectories: list[Trajectory] = []
-        self.receiver: TrajectoryReceiver | None = None
         self.highest = 0
+        self.tasks: list[asyncio.Task[None]] = []
 
-    def find_invalid(self, trajectories: Sequence[Trajectory]) -> Mapping[int, str]:
-        return self.validate(trajectories)
+    async def start(self, receiver: TrajectoryReceiver) -> str:
+        """Recover what the receiver's store kept, start it, and receive from then on. Returns the endpoint."""
+        async for recovered in receiver.recover():
+            await self._take_in(receiver, [recovered])
+        endpoint = await receiver.start()
+        self.tasks.append(asyncio.create_task(self._receive(receiver)))
+        return endpoint
 
-    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
-        return self.claims(group_index, trajectory_id)
+    async def _receive(self, receiver: TrajectoryReceiver) -> None:
+        async for batch in receiver:
+            await self._take_in(receiver, batch)
 
-    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-        self.seen[trajectory.trajectory_id] += 1
-        self.trajectories.append(trajectory)
-        assert self.receiver is not None
-        self.highest = max(self.highest, self.receiver.unreleased_bytes)
-        if not self.hold:
-            self.receiver.release_trajectory(trajectory.trajectory_id)
+    async def _take_in(self, receiver: TrajectoryReceiver, batch: Sequence[ReceivedTrajectory]) -> None:
+        problems = self.validate([received.trajectory for received in batch])
+        for at, received in enumerate(batch):
+            if at in problems:
+                await receiver.reject(received, problems[at])
+                continue
+            await receiver.store(received)
+            if not receiver.accept(received):
+                continue
+            self.seen[received.trajectory.trajectory_id] += 1
+            self.trajectories.append(received.trajectory)
+            self.highest = max(self.highest, receiver.unreleased_bytes)
+            if not self.hold:
+                receiver.release_trajectory(received.trajectory.trajectory_id)
 
     def once(self, names: set[str]) -> bool:
         return self.seen == dict.fromkeys(names, 1)
@@ -157,10 +164,12 @@ async def receiving(
     run_id: str = "run",
     **options: Any,
 ) -> AsyncIterator[tuple[TrajectoryReceiver, str]]:
-    receiver = inbox.receiver = kind(run_id, config, inbox, **{"keys": SERVER_KEYS, **options})
+    receiver = kind(run_id, config, **{"keys": SERVER_KEYS, **options})
     try:
-        yield receiver, await asyncio.wait_for(receiver.start(), LIMIT)
+        yield receiver, await asyncio.wait_for(inbox.start(receiver), LIMIT)
     finally:
+        for task in inbox.tasks:
+            task.cancel()
         await asyncio.wait_for(receiver.close(), LIMIT)
 
 

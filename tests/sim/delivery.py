@@ -21,7 +21,7 @@ from r3async.data import control_messages, wire
 from r3async.data.consumed_groups import ConsumedGroups
 from r3async.data.tokens import Trajectory
 from r3async.transport import (
-    TrajectoryConsumer,
+    ReceivedTrajectory,
     TrajectoryLedger,
     TrajectoryReceiver,
     TrajectorySender,
@@ -84,7 +84,7 @@ class Shelf:
         return len(rejected)
 
 
-class Learner(TrajectoryConsumer):
+class Learner:
     """Of one process: receives, and trains the next group when it is complete."""
 
     def __init__(self, delivery: Delivery, process: HostProcess):
@@ -94,18 +94,45 @@ class Learner(TrajectoryConsumer):
         self.receiver = delivery.receiver_kind(
             "run",
             delivery.settings,
-            self,
             keys=SERVER_KEYS,
             max_trajectory_bytes=delivery.largest,
             store=self.store,
             window=WINDOW,
             port=5555,
             ledger=delivery.ledger_kind(ConsumedGroups(head=len(delivery.trained))),
+            report_event=self.report_rejection,
             world=process.world,
         )
 
     async def run(self) -> None:
+        async for recovered in self.receiver.recover():
+            await self.take_in(recovered)
         await self.receiver.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.receive())
+            tasks.create_task(self.train())
+
+    async def receive(self) -> None:
+        async for batch in self.receiver:
+            for received in batch:
+                await self.take_in(received)
+
+    async def take_in(self, received: ReceivedTrajectory) -> None:
+        await self.receiver.store(received)
+        trajectory = received.trajectory
+        name, group = trajectory.trajectory_id, trajectory.group_index
+        if self.receiver.ledger.is_group_consumed(group):
+            self.receiver.acknowledge_duplicate(received)
+            return
+        there = self.arrived.setdefault(group, {})
+        if name in there or group < len(self.delivery.trained):
+            self.delivery.violate(f"{name} was taken twice")
+        if trajectory != self.delivery.work[name]:
+            self.delivery.violate(f"{name} is not what was sent")
+        there[name] = trajectory
+        self.receiver.accept(received)
+
+    async def train(self) -> None:
         delivery = self.delivery
         while True:
             await asyncio.sleep(0.2 * delivery.rng.random())
@@ -115,22 +142,9 @@ class Learner(TrajectoryConsumer):
                 self.receiver.forget_group(group)
                 await self.store.delete_trained([group])
 
-    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
-        work = self.delivery.work
-        return trajectory_id in work and work[trajectory_id].group_index == group_index
-
-    def report_rejection(self, trajectory_id: str, reason: str) -> None:
+    def report_rejection(self, event: str, /, *, trajectory_id: str, reason: str) -> None:
         if trajectory_id:
             self.delivery.violate(f"{trajectory_id} was rejected: {reason}")
-
-    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-        name, group = trajectory.trajectory_id, trajectory.group_index
-        there = self.arrived.setdefault(group, {})
-        if name in there or group < len(self.delivery.trained):
-            self.delivery.violate(f"{name} was taken twice")
-        if trajectory != self.delivery.work[name]:
-            self.delivery.violate(f"{name} is not what was sent")
-        there[name] = trajectory
 
 
 class Generator:

@@ -27,13 +27,13 @@ def refusing(groups):
     no turn."""
 
     class Dislikes(TrajectoryInbox):
-        def find_invalid(self, trajectories):
+        def find_invalid(self, trajectories, **options):
             disliked = {
                 at: "not to my liking"
                 for at, t in enumerate(trajectories)
                 if t.turns and t.episode_index == 1 and t.group_index % groups == 0
             }
-            return super().find_invalid(trajectories) | disliked
+            return super().find_invalid(trajectories, **options) | disliked
 
     class Disliking(LearnerActor):
         inbox_class = Dislikes

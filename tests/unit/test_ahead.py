@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.trajectory_inbox import NextStep, TrajectoryInbox
 from r3async.config import config_from_dict
+from r3async.data.tokens import Trajectory
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.trained_trajectories import checksum_tokens
@@ -32,7 +32,10 @@ class Received(TrajectoryInbox):
         schedule = {"prompts_per_step": prompts_per_step, "window": window, "tokens_per_step": tokens}
         self._config = config_from_dict({"schedule": {"group_size": 2, "max_staleness": 3, **schedule}})
         self.buffer, self._slot_count, self._arrival = GroupBuffer(1, window), 4 * prompts_per_step, asyncio.Event()
-        self.receiver = SimpleNamespace(release_trajectory=lambda name: None)  # type: ignore[assignment]
+
+    def receive(self, trajectory: Trajectory) -> None:
+        self.buffer.add(trajectory, 1)
+        self.wake_waiters()
 
 
 class AtOnce:
@@ -56,7 +59,7 @@ async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool
     trained: list[list[int]] = []
     for before, meanwhile in zip(arrivals[::2], arrivals[1::2], strict=False):
         for group in before:
-            reception.take_trajectory(make_trajectory(group), 1)
+            reception.receive(make_trajectory(group))
         indices = reception.buffer.choose_groups(2, 2 if not tokens else 4, tokens)
         if not indices:
             indices = reception.buffer.choose_groups(1, 1, 0)
@@ -68,7 +71,7 @@ async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool
         looking = asyncio.create_task(guess.prefetch((0, 0), never)) if ahead else None
         await asyncio.sleep(0)
         for group in meanwhile:
-            reception.take_trajectory(make_trajectory(group), 1)
+            reception.receive(make_trajectory(group))
         for _ in range(4):
             await asyncio.sleep(0)
         if looking is not None:
@@ -103,7 +106,7 @@ def test_a_guess_that_comes_true_is_made_once_and_one_that_does_not_is_made_agai
 async def test_what_was_prepared_ahead_is_not_taken():
     reception, lane = Received(1, 1), AtOnce()
     guess = NextStep(reception, lane, len)
-    reception.take_trajectory(make_trajectory(0), 1)
+    reception.receive(make_trajectory(0))
     await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
     await asyncio.sleep(0)
     assert lane.calls == [[0]]
@@ -117,7 +120,7 @@ async def test_a_defect_found_ahead_is_raised_in_its_own_step():
 
     reception = Received(1, 1)
     guess = NextStep(reception, REAL_WORLD.threads.new_worker("packer"), broken)
-    reception.take_trajectory(make_trajectory(0), 1)
+    reception.receive(make_trajectory(0))
     await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
     groups, _ = reception.buffer.take_groups([0])
     with pytest.raises(ValueError, match="cannot be packed"):

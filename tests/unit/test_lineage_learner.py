@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,10 @@ class Heard(TrajectoryInbox):
 
 @asynccontextmanager
 async def learning(
-    run_dir: Path, lineage: Lineage, version: int, consumed: int = 0, **buffer: Any
+    run_dir: Path, lineage: Lineage, version: int, consumed: int = 0, *, kind: type[Heard] = Heard, **buffer: Any
 ) -> AsyncIterator[tuple[Heard, Way]]:
     """What a learner of that version receives."""
-    reception = Heard.at(run_dir, lineage, version, consumed, **buffer)
+    reception = kind.at(run_dir, lineage, version, consumed, **buffer)
     endpoint = await asyncio.wait_for(reception.start(), LIMIT)
     try:
         yield reception, (endpoint, reception.keys_for_generators)
@@ -190,7 +191,7 @@ async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(t
 
 async def test_an_episode_that_is_here_under_another_name_is_not_stored_again(tmp_path):
     async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, way):
-        actor.is_expected = lambda group, name: True
+        actor.receiver._group_size = None  # any name
         assert await send(way, [played(2, 0, 5, 1)]) == []
         before = spooled(tmp_path)
         assert await send(way, [msgspec.structs.replace(played(2, 0, 5, 1), trajectory_id="other")]) == []
@@ -208,6 +209,31 @@ async def test_an_unexpected_failure_after_storing_leaves_nothing_in_the_spool(t
         assert (name, "a defect" in reason) == (format_trajectory_id(2, 0), True)
         assert spooled(tmp_path) == 0
     assert len(named(tmp_path, "trajectory_quarantined")) == 1
+
+
+async def test_what_validation_refuses_or_fails_on_is_nobody_elses_matter(tmp_path, caplog):
+    together = []
+
+    class Choosy(Heard):
+        def find_invalid(self, trajectories: Sequence[Trajectory], **options: Any) -> dict[int, str]:
+            names = [t.group_index for t in trajectories]
+            together.append(len(names))
+            if 2 in names:  # large, so this is a thread: the others arrive meanwhile
+                time.sleep(0.2)
+            if 4 in names:
+                raise KeyError("oops")
+            return {at: "not today" for at, name in enumerate(names) if name == 3}
+
+    sent = [large(2, 0, 1), *(played(group, episode, 5, 1) for group in (3, 4, 5) for episode in range(2))]
+    async with learning(tmp_path, Lineage(1), 5, consumed=2, kind=Choosy) as (actor, way):
+        refused = dict(await send(way, sent))
+        assert [group for group, *_ in waiting(actor)] == [2, 5, 5]
+        assert actor.receiver.received == 3
+    assert max(together) > 1
+    why = {3: "not today", 4: "the learner failed to take it: KeyError: 'oops'"}
+    assert refused == {format_trajectory_id(group, e): why[group] for group in (3, 4) for e in range(2)}
+    assert {e["trajectory_id"]: e["reason"] for e in named(tmp_path, "trajectory_refused")} == refused
+    assert "KeyError" in caplog.text
 
 
 async def test_a_token_older_than_the_schedule_allows_is_refused_on_arrival(tmp_path):

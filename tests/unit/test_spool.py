@@ -452,10 +452,8 @@ from tests.helpers.transport import SERVER_KEYS, Inbox
 async def main(directory, port):
     inbox, spool = Inbox(), Spool(Path(directory), BufferConfig(durability="disk"))
     settings = TransportConfig(ack_timeout=0.3)
-    receiver = inbox.receiver = TrajectoryReceiver(
-        "run", settings, inbox, keys=SERVER_KEYS, port=int(port), store=spool
-    )
-    await receiver.start()
+    receiver = TrajectoryReceiver("run", settings, keys=SERVER_KEYS, port=int(port), store=spool)
+    await inbox.start(receiver)
     await asyncio.sleep(60)
 
 asyncio.run(main(*sys.argv[1:]))

@@ -280,7 +280,7 @@ async def test_sender_process_is_killed_and_restarted():
 FLOODED = """
 import asyncio, subprocess, sys, time
 from r3async.config import TransportConfig
-from r3async.transport import TrajectoryConsumer, TrajectoryReceiver
+from r3async.transport import TrajectoryReceiver
 from tests.helpers.transport import SERVER_KEYS
 
 FLOOD = '''
@@ -299,7 +299,7 @@ dealer.poll(400)
 '''
 
 async def main():
-    receiver = TrajectoryReceiver("run", TransportConfig(ack_timeout=0.2), TrajectoryConsumer(), keys=SERVER_KEYS)
+    receiver = TrajectoryReceiver("run", TransportConfig(ack_timeout=0.2), keys=SERVER_KEYS)
     child = subprocess.Popen([sys.executable, "-c", FLOOD, await receiver.start()])
     while not receiver.rejected:
         await asyncio.sleep(0.01)

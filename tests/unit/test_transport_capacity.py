@@ -238,13 +238,13 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
         control_messages.DeliveryItem(f"t{i}", 0, memory_size(t), [len(f) for f in frames[i]])
         for i, t in enumerate(sent)
     ]
-    items[3] = control_messages.DeliveryItem("t3", 7, items[3].nbytes, items[3].frames)
+    items[3] = control_messages.DeliveryItem("t3", -1, items[3].nbytes, items[3].frames)
     items[4] = control_messages.DeliveryItem("t4", 0, 10**9, items[4].frames)
 
     def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         return {i: "no such expert" for i, t in enumerate(trajectories) if t.trajectory_id == "t2"}
 
-    inbox = Inbox(validate=validate, claims=lambda group, name: group == 0)
+    inbox = Inbox(validate=validate)
     async with receiving(inbox, SLOW) as (receiver, endpoint), raw_dealer(endpoint) as peer:
         await peer.send(HELLO)
         await peer.send(*control_messages.encode_delivery("session", items, frames))

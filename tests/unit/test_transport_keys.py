@@ -5,8 +5,7 @@ import contextlib
 import dataclasses
 import os
 import stat
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,11 @@ from zmq.utils import z85
 from dev.simulation.world import Simulation
 from r3async.config import TransportConfig, config_from_dict
 from r3async.data import control_messages, wire
-from r3async.data.tokens import SCHEMA, Column, Trajectory
+from r3async.data.tokens import SCHEMA, Column
 from r3async.data.wire_frames import align_offset
 from r3async.tools.cli import app
 from r3async.transport import (
-    RejectionError,
     SenderRefusedError,
-    TrajectoryConsumer,
     TrajectoryReceiver,
     TrajectorySender,
     TransportError,
@@ -45,12 +42,10 @@ from tests.helpers.transport import (
     HELLO,
     LIMIT,
     SERVER_KEYS,
-    SLOW,
     Inbox,
     deliver_all,
     delivered,
     make_trajectory,
-    memory_size,
     raw_dealer,
     receiving,
     sending,
@@ -302,58 +297,6 @@ def test_any_host_may_be_listened_on_since_every_run_has_keys(host):
     assert z85.decode(zmq.curve_public(handed.secret_key)) in server.allowed_public_keys
 
 
-async def test_what_validation_refuses_or_fails_on_is_nobody_elses_matter(caplog):
-    together = []
-
-    def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
-        names = [t.trajectory_id for t in trajectories]
-        together.append(len(names))
-        if "t0" in names:  # large, so this is a thread: the others arrive meanwhile
-            time.sleep(0.5)
-        if "t2" in names:
-            raise KeyError("oops")
-        return {at: "not today" for at, name in enumerate(names) if name == "t1"}
-
-    inbox = Inbox(validate=validate)
-    heard: list[tuple[str, str]] = []
-    async with receiving(inbox, SLOW) as (receiver, endpoint):
-        async with sending(endpoint, SLOW, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
-            await deliver_all(sender, [make_trajectory(i, 50 if i else 20_000) for i in range(20)])
-        assert inbox.once({f"t{i}" for i in range(20)} - {"t1", "t2"})
-        assert sorted(heard) == [("t1", "not today"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
-        assert receiver.received == 18
-    assert max(together) > 1
-
-
-async def test_consumer_refuses_and_consumer_fails(caplog):
-    taken = []
-    told: list[tuple[str, str]] = []
-
-    class Failing(TrajectoryConsumer):
-        def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
-            if trajectory.trajectory_id == "t1":
-                raise RejectionError("expert id 9 of 8")
-            if trajectory.trajectory_id == "t2":
-                raise KeyError("oops")
-            taken.append(trajectory.trajectory_id)
-
-        def report_rejection(self, trajectory_id: str, reason: str) -> None:
-            told.append((trajectory_id, reason))
-
-    heard: list[tuple[str, str]] = []
-    receiver = TrajectoryReceiver("run", FAST, Failing(), keys=SERVER_KEYS)
-    async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
-        await deliver_all(sender, [make_trajectory(i) for i in range(4)])
-        await receiver.close()
-    assert taken == ["t0", "t3"]
-    assert told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
-    assert heard == [(make_trajectory(int(name[1:])), why) for name, why in told]  # whole, as it was sent
-    assert (receiver.received, receiver.rejected, sender.rejected, sender.acked) == (2, 2, 2, 2)
-    assert receiver.unreleased_bytes == 2 * memory_size(make_trajectory(0))
-    assert (0, "t1") not in receiver.ledger
-    assert "KeyError" in caplog.text
-
-
 async def test_malformed_messages():
     frames = [bytes(f) for f in wire.encode_trajectory(make_trajectory(1))]
     size = sum(align_offset(len(frame)) for frame in frames)
@@ -426,7 +369,7 @@ async def test_bad_addresses_and_bad_trajectories_are_clear_errors():
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         port = int(endpoint.rsplit(":", 1)[1])
         with pytest.raises(TransportError, match=r"cannot listen on .*Address already in use"):
-            await TrajectoryReceiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
+            await TrajectoryReceiver("run", FAST, keys=SERVER_KEYS, port=port).start()
         with pytest.raises(WireError, match="100 characters"):
             await asyncio.wait_for(sender.send(make_trajectory("x" * 300, group=0)), LIMIT)
         assert sender.unacknowledged == 0

@@ -1,5 +1,6 @@
 """The protocol's state, without sockets."""
 
+import asyncio
 import itertools
 import random
 
@@ -8,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import TransportConfig
-from r3async.data import control_messages, wire, wire_frames
+from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA
-from r3async.transport import TrajectoryConsumer, TrajectoryLedger, TrajectoryReceiver
-from r3async.transport.intake import IncomingTrajectory, IntakeOutcome, RejectionError
+from r3async.transport import ReceivedTrajectory, TrajectoryLedger, TrajectoryReceiver
+from r3async.transport.intake import IncomingTrajectory
 from r3async.transport.memory_budget import NO_GROUP_LIMIT, MemoryBudget
 from r3async.transport.outbox import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
 from r3async.transport.receiver import MAX_ACK_IDS
-from tests.helpers.transport import SERVER_KEYS, make_trajectory
+from tests.helpers.transport import LIMIT, SERVER_KEYS, make_trajectory
 
 
 @settings(max_examples=400)
@@ -317,7 +318,7 @@ class Answers:
 
 @pytest.fixture
 def receiver():
-    made = TrajectoryReceiver("run", TransportConfig(credit_bytes=1000), TrajectoryConsumer(), keys=SERVER_KEYS)
+    made = TrajectoryReceiver("run", TransportConfig(credit_bytes=1000), keys=SERVER_KEYS)
     made._socket = Answers()
     return made
 
@@ -352,7 +353,9 @@ async def test_each_of_two_senders_is_told_of_a_new_limit(receiver):
 
 
 async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own_later(receiver):
-    receiver._answer_sender(arrival("t0", b"one", b"two", b"three"), IntakeOutcome("taken"))
+    came = arrival("t0", b"one", b"two", b"three")
+    receiver._intake.add(came)
+    assert receiver.accept(ReceivedTrajectory(make_trajectory(0), 100, came))
     receiver._send_acks()
     answers = [(to, getattr(message, "again", "ack")) for to, message in receiver._socket.sent]
     assert sorted(answers) == [(b"one", "ack"), (b"three", "later"), (b"two", "later")]
@@ -374,20 +377,40 @@ async def test_more_acknowledgements_than_a_message_holds_come_in_several(receiv
     assert acked == [(b"one", MAX_ACK_IDS), (b"one", 3), (b"two", 1)]
 
 
-async def test_a_reason_goes_to_the_trajectory_that_it_is_about_though_one_before_it_came_damaged(receiver):
-    trajectories = [make_trajectory(index) for index in range(3)]
-    arrivals = []
-    for trajectory in trajectories:
-        frames = [bytes(frame) for frame in wire.encode_trajectory(trajectory)]
-        item = control_messages.DeliveryItem(trajectory.trajectory_id, 0, 10**6, list(map(len, frames)))
-        pieces = [bytes(piece) for piece in control_messages.encode_delivery("s", [item], [frames])[1:]]
-        arrivals.append(IncomingTrajectory([b"one"], item, pieces))
-    arrivals[0].frames = [b"damaged"]
-    receiver._consumer.find_invalid = lambda some: {len(some) - 1: "too old"}
-    first, second, third = receiver._intake._decode_and_validate(arrivals)
-    assert isinstance(first, wire_frames.WireError)
-    assert second.trajectory == trajectories[1]
-    assert isinstance(third, RejectionError)
+def encoded_arrival(index: int) -> IncomingTrajectory:
+    frames = [bytes(frame) for frame in wire.encode_trajectory(make_trajectory(index))]
+    item = control_messages.DeliveryItem(f"t{index}", 0, 10**6, list(map(len, frames)))
+    pieces = control_messages.encode_delivery("s", [item], [frames])[1:]
+    return IncomingTrajectory([b"one"], item, [bytes(piece) for piece in pieces])
+
+
+async def test_answers_come_in_the_order_of_deliveries_also_around_one_that_came_damaged(receiver):
+    arrivals = [encoded_arrival(index) for index in range(3)]
+    arrivals[1].frames = [b"damaged"]
+    for came in arrivals:
+        receiver._intake.add(came)
+    batches = aiter(receiver)
+    for index in (0, 2):
+        (received,) = await anext(batches)
+        assert received.trajectory == make_trajectory(index)
+        await receiver.reject(received, "too old")
+    assert [message.again for _, message in receiver._socket.sent] == ["never", "damaged", "never"]
+    assert len(receiver._intake) == receiver.unreleased_bytes == 0
+
+
+async def test_what_the_learner_does_not_answer_is_forgotten_and_may_come_again(receiver):
+    came = encoded_arrival(0)
+    batches = aiter(receiver)
+    receiver._receive_item(b"one", came.item, came.frames)
+    await anext(batches)
+    assert (len(receiver._intake), receiver.unreleased_bytes) == (1, 10**6)
+    waiting = asyncio.create_task(anext(batches))
+    await asyncio.sleep(0.01)
+    assert (len(receiver._intake), receiver.unreleased_bytes) == (0, 0)
+    receiver._receive_item(b"one", came.item, came.frames)
+    (received,) = await asyncio.wait_for(waiting, LIMIT)
+    assert receiver.accept(received)
+    assert (len(receiver._intake), receiver.received, receiver.unreleased_bytes) == (0, 1, received.nbytes)
 
 
 def test_an_outbox_requeues_in_the_order_of_sending_and_before_the_rest():

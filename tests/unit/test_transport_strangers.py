@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import heapq
 import os
 import random
@@ -274,8 +273,8 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
     receiver = TrajectoryReceiver(
         "run",
         TransportConfig(credit_bytes=CREDIT),
-        Inbox(claims=functools.partial(is_trajectory_of_group, group_size=SAMPLES)),
         keys=SERVER_KEYS,
+        group_size=SAMPLES,
         window=WINDOW,
         max_trajectory_bytes=LARGEST,
     )
@@ -314,8 +313,11 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
     def never(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         raise AssertionError("nothing of it can be read")
 
-    inbox = Inbox(hold=True, validate=never, claims=functools.partial(is_trajectory_of_group, group_size=4))
-    async with receiving(inbox, settings, window=1) as (receiver, endpoint), raw_dealer(endpoint) as greedy:
+    inbox = Inbox(hold=True, validate=never)
+    async with (
+        receiving(inbox, settings, window=1, group_size=4) as (receiver, endpoint),
+        raw_dealer(endpoint) as greedy,
+    ):
         most = 0
         await greedy.send(HELLO)
         for i in range(1000):
@@ -328,7 +330,7 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
 
 async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
     async with (
-        receiving(Inbox(claims=functools.partial(is_trajectory_of_group, group_size=4))) as (_, endpoint),
+        receiving(Inbox(), group_size=4) as (_, endpoint),
         raw_dealer(endpoint) as peer,
     ):
         await peer.send(HELLO)

@@ -246,7 +246,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
             steps = []
             for index, samples in enumerate(given):
                 for trajectory in trajectories(index, samples):
-                    actor.components.inbox.take_trajectory(trajectory, 100)
+                    actor.components.inbox.buffer.add(trajectory, 100)
                 step = await asyncio.wait_for(actor.train_step(), 60)
                 assert step is not None
                 await asyncio.wait_for(actor.write_version(), 60)  # as the conductor asks for, beside the next step

@@ -14,7 +14,7 @@ its loops awaits:
 * `Evaluator` (evaluator.py) plays evaluations beside training;
 * `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
 * `StallMonitor` (stalls.py) notices a stage that makes no progress;
-* `StepWriter` (record/writer.py) writes the row of a step once its weights are delivered.
+* `StepWriter` (record/writer.py) writes the row of a step when it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.delivery import zero_delivery_metrics
 from r3async.actors.evaluator import Evaluator
 from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
@@ -139,6 +138,8 @@ class Conductor:
         """Number of steps made, over all starts of the run."""
         self.version = resume_state.version if resume_state else 0
         """Version of the weights that the last step made, or had a part in."""
+        self._delivered_version = -1
+        """Newest version that the generators have."""
         self._update_monitor = UpdateMonitor(
             self.config.supervise.max_skipped_steps, self.events.warning, self.events.info
         )
@@ -307,15 +308,14 @@ class Conductor:
                     self.admission.step_trained(self.version, step.groups)
                     # Rewards of a task decide how often it is posed again (`schedule.difficulty`).
                     self.task_source.record_scores(step.groups, step.scores)
+                    # Before slots are freed, for the row has how many were taken.
+                    self._write_row(step)
                     # Free the slots before the weights arrive: new leases begin at once and wait
                     # for them at their engine.
                     if step.has_new_weights:
                         self.admission.version_published(self.version)
                     # Serve the generators that wait for leases.
                     self.fleet.leases_due.set()
-                    # Keep the row until its version is delivered: it has the
-                    # delivery's figures, too.
-                    self._add_row(step)
                     # An evaluation runs beside training, so it only begins here.
                     self.evaluator.evaluate_if_due(self.step, self.version)
                     # Without new weights, the next step is part of the same version.
@@ -327,9 +327,7 @@ class Conductor:
                             await await_guarded(publishing, background)
                         # Write and deliver the new version beside the next step. If it cannot be
                         # written, the run ends at once, and not only at the next version.
-                        publishing = asyncio.create_task(
-                            self._publish_version(installer, self.version)
-                        )
+                        publishing = asyncio.create_task(self._publish_version(installer))
                         background.append(publishing)
                         # Checkpoint between two steps, and only where a version is complete.
                         if self._checkpoint_due(self.step):
@@ -343,8 +341,8 @@ class Conductor:
                 # on can be resumed.
                 await await_guarded(self._begin_last_checkpoint(), [delivering])
                 watching.cancel()  # the phases that follow have limits of their own
-                # Every step gets its row, which is written when its weights are delivered.
-                await self._finish_delivery(delivering)
+                # A delivery of the last weights that fails is not passed over.
+                await self._finish_delivery(installer, delivering)
                 # Save the model and wait until the checkpoint is written, before the learner ends.
                 updates = await self._save_model() if self.step else 0
                 self._phase = "evaluating"
@@ -453,7 +451,7 @@ class Conductor:
         self.task_source.load_state_dict(state, await self.learner.call("list_buffered_tasks"))
         again = self.admission.requeue_after_resume(newest_group, lambda g: missing.get(g, []))
         if state is not None:
-            self.step_rows.restore_pending(state.pending_rows, state.generated_tokens)
+            self.step_rows.restore(state.generated_tokens, state.pending_rows or ())
         self.events.warning(
             "resumed",
             step=self.step,
@@ -485,8 +483,7 @@ class Conductor:
         finally:
             watching.cancel()
         self.admission.version_published(published.version)
-        # Of a resumed run's last step.
-        self._write_delivered_rows(published.version, zero_delivery_metrics())
+        self._delivered_version = published.version
         return installer
 
     async def _watch_learner(self) -> None:
@@ -497,11 +494,35 @@ class Conductor:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _add_row(self, step: TrainStepResult) -> None:
-        """Add the row of a step. Raises `RunFailed` if too many steps in a row were skipped."""
-        # Who waited for whom in this step.
-        metrics = step.metrics | self.pacing.record_step(self.step, len(step.groups), step.metrics)
-        self.step_rows.add(self.step, self.version, metrics, step.previews)
+    def _write_row(self, step: TrainStepResult) -> None:
+        """Write the row of a step that ended. Raises `RunFailed` if too many steps in a row were
+        skipped."""
+        lag = self.lag_meter.collect_metrics()
+        metrics = {
+            **step.metrics,
+            # Who waited for whom in this step.
+            **self.pacing.record_step(self.step, len(step.groups), step.metrics),
+            "generator/restarts": self.fleet.restarts,
+            "slots/taken": self.admission.slots_taken,
+            "weights/paused_share": self.fleet.paused_share,
+            **{f"lag/conductor_{name}": value for name, value in lag.items()},
+            **self.dispatcher.collect_metrics(),
+            **self.task_source.collect_metrics(self.admission.groups_leased),
+        }
+        self.step_rows.devices = DeviceCounts.from_config(self.config, len(self.fleet.generators))
+        self.dispatcher.cpu_seconds.add(
+            "conductor", self.world.processes.cpu_seconds(), "conductor"
+        )
+        self.step_rows.write_step(
+            self.step,
+            self.version,
+            metrics,
+            step.previews,
+            generated_tokens=self._generated_tokens,
+            cpu_seconds=self.dispatcher.cpu_seconds.totals,
+            stage_seconds=self.dispatcher.stage_seconds.totals
+            | self._stage_seconds.total_seconds(),
+        )
         reason = self._update_monitor.record_step(self.step, metrics)
         if reason:
             raise RunFailed(reason)
@@ -513,7 +534,6 @@ class Conductor:
         state = ConductorState(
             admission=self.admission.state_dict(),
             tasks=self.task_source.state_dict(),
-            pending_rows=self.step_rows.pending_rows,
             elapsed=self._elapsed_seconds,
             generated_tokens=self._generated_tokens,
         )
@@ -552,7 +572,7 @@ class Conductor:
                     )
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _publish_version(self, installer: VersionInstaller, version: int) -> None:
+    async def _publish_version(self, installer: VersionInstaller) -> None:
         """Have the learner write the copied weights, and make them the version that
         engines install.
 
@@ -561,13 +581,12 @@ class Conductor:
         version, which outlives the next one in any case.
         """
         published = await self.learner.call("write_version", installer.versions_in_use)
-        self.step_rows.update_pending(version, {"timing/weight_write_seconds": published.seconds})
+        self.step_rows.add_delivery({"timing/weight_write_seconds": published.seconds})
         installer.newest_published = published
         self.fleet.weights_due.set()
 
     async def _deliver_versions(self, installer: VersionInstaller) -> None:
-        """Install the newest weights in every generator that answers, and write the rows of the
-        steps that made them. Runs until cancelled."""
+        """Install the newest weights in every generator that answers. Runs until cancelled."""
         while True:
             # A new version, or a generator that may lack one, wakes this loop.
             await self.fleet.weights_due.wait()
@@ -575,7 +594,7 @@ class Conductor:
             self.fleet.weights_due.clear()
             version = installer.newest_published.version
             # It may have been woken for nothing.
-            if not installer.needs_delivery and not self.step_rows.has_pending(version):
+            if not installer.needs_delivery and version <= self._delivered_version:
                 continue
             with self.timeline.measure_span("deliver", version=version):
                 figures = await installer.deliver_newest()
@@ -583,39 +602,21 @@ class Conductor:
                 # Nobody has it: a generator that is restarted, or recovers, installs it and
                 # wakes this loop.
                 continue
-            # The rows waited for the figures of this delivery.
-            self._write_delivered_rows(version, figures)
+            # A generator that got it later, for example after a restart, was waited for by nobody.
+            if version > self._delivered_version:
+                self._delivered_version = version
+                self.step_rows.add_delivery(figures)
 
-    async def _finish_delivery(self, delivering: asyncio.Task[None]) -> None:
-        """Wait until the last weights are delivered, for `RPC_SECONDS` at most, and write the rows
-        that are left, so that every step has its row. Raises what the delivery failed with."""
-        deadline = self.world.clock.monotonic() + RPC_SECONDS
-        while not self.step_rows.is_empty and self.world.clock.monotonic() < deadline:
+    async def _finish_delivery(
+        self, installer: VersionInstaller, delivering: asyncio.Task[None]
+    ) -> None:
+        """Wait until the last weights are delivered, for `RPC_SECONDS` at most. Raises what the
+        delivery failed with."""
+        clock = self.world.clock.monotonic
+        deadline = clock() + RPC_SECONDS
+        while self._delivered_version < installer.newest_published.version and clock() < deadline:
             self.fleet.weights_due.set()
             await await_guarded(asyncio.sleep(0.05), [delivering])
-        self._write_delivered_rows(self.version, zero_delivery_metrics())
-
-    def _write_delivered_rows(self, version: int, metrics: dict[str, float]) -> None:
-        """Write the rows of all steps up to `version`, which is installed now, with the
-        delivery's `metrics`."""
-        metrics = metrics | {
-            "generator/restarts": self.fleet.restarts,
-            "slots/taken": self.admission.slots_taken,
-            **{
-                f"lag/conductor_{name}": value
-                for name, value in self.lag_meter.collect_metrics().items()
-            },
-            **self.dispatcher.collect_metrics(),
-            **self.task_source.collect_metrics(self.admission.groups_leased),
-        }
-        self.step_rows.devices = DeviceCounts.from_config(self.config, len(self.fleet.generators))
-        self.dispatcher.cpu_seconds.add(
-            "conductor", self.world.processes.cpu_seconds(), "conductor"
-        )
-        stages = self.dispatcher.stage_seconds.totals | self._stage_seconds.total_seconds()
-        self.step_rows.write_delivered(
-            version, self._generated_tokens, metrics, self.dispatcher.cpu_seconds.totals, stages
-        )
 
     # -- the end -----------------------------------------------------------------------------------
 

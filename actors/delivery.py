@@ -227,12 +227,3 @@ class VersionWriter:
             self._watching.cancel()
         if self.server is not None:
             await self.server.close()
-
-
-def zero_delivery_metrics() -> dict[str, float]:
-    """Return the metrics of a delivery for a step whose weights were never delivered: all are 0."""
-    timing = ("weight_update", "weight_transfer", "weight_load", "engine_pause")
-    return {f"timing/{name}_seconds": 0.0 for name in timing} | {
-        "weights/paused_share": 0.0,
-        "weights/bytes": 0.0,
-    }

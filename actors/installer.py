@@ -17,7 +17,7 @@ from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.disk_retries import DiskRetrier, is_disk_error
 from r3async.world.real import REAL_WORLD
 
-from .delivery import Published, zero_delivery_metrics
+from .delivery import Published
 from .fleet import Fleet, FleetGenerator, LearnerAddress, end_generator
 from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit
 
@@ -175,14 +175,12 @@ class VersionInstaller:
         if not any(g.version >= version for g in self.fleet):
             return None
         return {
-            **zero_delivery_metrics(),
             "timing/weight_update_seconds": self._clock() - before,
             "timing/weight_transfer_seconds": max(
                 (r.fetch_seconds + r.verify_seconds for r in reports), default=0.0
             ),
             "timing/weight_load_seconds": max((r.load_seconds for r in reports), default=0.0),
             "timing/engine_pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
-            "weights/paused_share": self.fleet.paused_share,
             "weights/bytes": self.newest_published.publication.manifest.nbytes,
         }
 

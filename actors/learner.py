@@ -605,7 +605,6 @@ class LearnerActor:
             "timing/wait_seconds": step_from - waited_from,
             "timing/train_seconds": trained_at - step_from,
             "timing/snapshot_seconds": ended - trained_at,
-            "timing/weight_write_seconds": 0.0,
             "batch/groups": len(trained.groups),
             "lineage": self.lineage.number,
         }

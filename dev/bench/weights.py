@@ -4,10 +4,11 @@ writing, transfer, load, the engine's pause."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dev.bench.jobs import PrintLine, train_in_process
+from dev.bench.jobs import BenchError, PrintLine, train_in_process
 from dev.bench.report import Measurements
 from r3async.config import load_config
 from r3async.data.safetensors_header import decode_safetensors_header
@@ -58,16 +59,26 @@ def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLin
     measured = Measurements()
     measured.facts = {
         "weights": (
-            f"{tensors:,} tensors, {rows[-1]['weights/bytes'] / 1e6:.1f} MB in "
+            f"{tensors:,} tensors, {_last_value(rows, 'weights/bytes') / 1e6:.1f} MB in "
             f"{config.generator.dtype}"
         ),
         "engines are paused for": f"{rows[-1]['weights/paused_share']:.1%} of the time",
     }
     for row in rows:
         for part, name in PART_METRICS.items():
+            if name not in row:  # nothing was delivered during this step
+                continue
             each = 1e6 * row[name] / tensors if part not in ("update", "step") else None
             measured.add_figures(part, {"ms": 1e3 * row[name], "µs a tensor": each})
     return measured
+
+
+def _last_value(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the last row's value that has one. Raises `BenchError` if there is none."""
+    values = [row[name] for row in rows if name in row]
+    if not values:
+        raise BenchError(f"no row has {name}: nothing was delivered before the last step ended")
+    return float(values[-1])
 
 
 def _count_tensors(path: Path) -> int:

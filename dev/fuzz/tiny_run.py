@@ -135,7 +135,6 @@ class TinyRun:
             consumed_beyond=[2],
             admission=admission.state_dict(),
             record_bytes={RECORD_FILE: 40},
-            pending_rows=[{"step": step, "version": 1, "loss": 0.25}],
             elapsed=1.5,
             generated_tokens=last,
         )

@@ -40,8 +40,6 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     record_kept: dict[str, list[str]] = {}
     """Lines behind these lengths that the disk had not taken yet, each with its line end.
     `rewind_records` writes them."""
-    pending_rows: list[dict[str, Any]] = []
-    """Rows of steps whose weights had not been delivered; they are not in the record yet."""
     elapsed: float = 0.0
     """Seconds of running, summed over all processes that the run has had so far."""
     generated_tokens: int = 0
@@ -130,6 +128,9 @@ class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Start path, from which configuration, tokenizer and the reference model come."""
     model_fingerprint: str
     """Fingerprint of that directory, see `fingerprint_model`."""
+    pending_rows: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    """Rows of steps that are not in the record, in a checkpoint of an older release, which wrote a
+    row when the step's weights were delivered. A resume writes them."""
 
 
 class _SchemaOnly(msgspec.Struct):

@@ -108,7 +108,7 @@ _METRIC_TABLE = (
     Metric("version", "version", "", "", "Version of the weights that this step made."),
     Metric("lineage", "lineage", "", "", "The start of the run in which versions are counted."),
     Metric("time", "time", "unix s", "",
-           "When the row was written, after the step's weights were installed."),
+           "When the row was written, at the end of the step."),
     Metric("reward/mean", "reward", "", "high",
            "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; "
            "failed ones have none.",
@@ -422,9 +422,10 @@ _METRIC_TABLE = (
            "Time that training paused to copy the step's weights, and for those "
            "before to be written."),
     Metric("timing/weight_write_seconds", "write", "s", "low",
-           "Time to write the step's weights, beside the next step."),
+           "Time to write a version of the weights. As those that follow, it is in the row of the "
+           "step during which it ended."),
     Metric("timing/weight_update_seconds", "weight update", "s", "low",
-           "Time to deliver the step's weights to all engines.",
+           "Time to deliver a version to all engines.",
            comparison_stats="mean", curve=CurveStyle("Weight updates", "delivery", "blue"),
            gauge="weights"),
     Metric("timing/weight_transfer_seconds", "transfer", "s", "low",

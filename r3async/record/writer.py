@@ -1,8 +1,7 @@
 """Writers of the records of a step.
 
-These are its row of `metrics.jsonl`, written once the step's weights are installed, example
-episodes, and a line of `trained.jsonl` with the trajectories that it trained. `metrics.py`
-describes each metric.
+These are its row of `metrics.jsonl`, written when the step ends, and example episodes.
+`data/metrics.py` describes each metric.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ ONE_DEVICE_EACH = DeviceCounts()
 
 
 class StepWriter:
-    """The writer of step rows: it keeps the learner's metrics until those of the weight
-    delivery are known.
+    """The writer of step rows. What writing and delivering a version took becomes known during the
+    next step, and is in that step's row.
 
     `report_event(event, **fields)` is called for metrics that are not finite. Rates are per wall
     time between two rows.
@@ -112,7 +111,7 @@ class StepWriter:
         self._report = report_event
         self._clock = clock or world.clock.monotonic
         self._time = world.clock.time
-        self._pending: list[dict[str, Any]] = []
+        self._delivery: dict[str, float] = {}
         self._written_at = self._clock()
         self._tokens = 0
         self._cpu: Mapping[str, float] = {}
@@ -127,31 +126,69 @@ class StepWriter:
         """Count the rates of the next row from now on."""
         self._written_at = self._clock()
 
-    @property
-    def pending_rows(self) -> list[dict[str, Any]]:
-        """The rows that wait for the delivery of their weights; a checkpoint saves them."""
-        return [dict(row) for row in self._pending]
+    def restore(self, generated_tokens: int, older_rows: Sequence[dict[str, Any]]) -> None:
+        """Restore from a checkpoint how many tokens were generated when its last row was written.
 
-    def restore_pending(self, pending: Sequence[dict[str, Any]], generated_tokens: int) -> None:
-        """Restore the state of a checkpoint: the rows that are still to be written, and the tokens
-        generated so far."""
-        self._pending = [dict(row) for row in pending]
+        A checkpoint of an older release may have rows, of steps whose weights had not been
+        delivered. They are written now, without rates.
+        """
         self._tokens = generated_tokens
+        for row in older_rows:
+            self._write_row({"time": self._time(), **row})
 
-    def has_pending(self, version: int) -> bool:
-        """Return True if a row waits for the delivery of `version` or an older version."""
-        return any(row["version"] <= version for row in self._pending)
+    def add_delivery(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics of the writing or the delivery of a version. They are in the row of the step
+        that ends next; without another step they are in none."""
+        self._delivery |= metrics
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._pending
-
-    def add(
-        self, step: int, version: int, metrics: dict[str, Any], previews: Sequence[dict[str, Any]]
+    def write_step(
+        self,
+        step: int,
+        version: int,
+        metrics: Mapping[str, Any],
+        previews: Sequence[dict[str, Any]] = (),
+        *,
+        generated_tokens: int,
+        cpu_seconds: Mapping[str, float] | None = None,
+        stage_seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """Add the metrics of a step that produced `version`. Episode previews are
-        written at once."""
-        self._pending.append({"step": step, "version": version, **metrics})
+        """Write the row of a step that ended, and its episode previews.
+
+        Args:
+            version: Version of the weights that the step made, or has a part in.
+            generated_tokens: Tokens generated since the run began.
+            cpu_seconds: Total processor time of all processes but the learner, by role,
+                since counting began.
+            stage_seconds: Total time of these processes by stage, by metric name.
+        """
+        with stage("metrics"):
+            self._write_previews(step, previews)
+            now = self._clock()
+            seconds = max(now - self._written_at, 1e-9)
+            generated = max(0, generated_tokens - self._tokens)
+            row = {
+                "step": step,
+                "version": version,
+                "time": self._time(),
+                **metrics,
+                **self._compute_rates(generated, metrics["batch/trained_tokens"], seconds),
+                **self._compute_cpu_seconds(metrics, cpu_seconds or {}, generated),
+                **self._compute_stage_seconds(stage_seconds or {}),
+                **self._delivery,
+            }
+            self._delivery = {}
+            self._written_at = now
+            self._tokens = generated_tokens
+            self._write_row(row)
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        odd = self._writer.write(row)
+        # Such a step has no episode to average over.
+        if odd and explain_no_update(row) != ALL_EPISODES_FAILED:
+            self._report("metric_not_finite", step=row["step"], metrics=odd)
+        self._recent.append(row)
+
+    def _write_previews(self, step: int, previews: Sequence[dict[str, Any]]) -> None:
         for preview in previews:
             rewards = preview["rewards"]
             answered = zip(_split_turns(preview["messages"], len(rewards)), rewards, strict=False)
@@ -169,50 +206,9 @@ class StepWriter:
             named = {"environment": label} if label else {}
             self._episodes.append(msgspec.json.encode(told | named))
 
-    def update_pending(self, version: int, metrics: dict[str, Any]) -> None:
-        """Add metrics that became known later to the pending row of the last step that
-        produced `version`."""
-        [row for row in self._pending if row["version"] == version][-1].update(metrics)
-
-    def write_delivered(
-        self,
-        version: int,
-        generated_tokens: int,
-        metrics: dict[str, Any],
-        cpu_seconds: Mapping[str, float] | None = None,
-        stage_seconds: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write the rows of all versions up to `version`.
-
-        Args:
-            version: Version of the weights that were delivered.
-            generated_tokens: Tokens generated since the run began.
-            metrics: Metrics of the delivery, added to every row.
-            cpu_seconds: Total processor time of all processes but the learner, by role,
-                since counting began.
-            stage_seconds: Total time of these processes by stage, by metric name.
-        """
-        with stage("metrics"):
-            self._write_rows(
-                version, generated_tokens, metrics, cpu_seconds or {}, stage_seconds or {}
-            )
-
-    def _write_rows(
-        self,
-        version: int,
-        generated_tokens: int,
-        metrics: dict[str, Any],
-        cpu: Mapping[str, float],
-        stages: Mapping[str, float],
-    ) -> None:
-        ready = [row for row in self._pending if row["version"] <= version]
-        self._pending = [row for row in self._pending if row["version"] > version]
-        # Steps that produced one version together share one rate.
-        now = self._clock()
-        seconds = max(now - self._written_at, 1e-9)
-        trained = sum(row["batch/trained_tokens"] for row in ready)
-        generated = max(0, generated_tokens - self._tokens)
-        rates = {
+    def _compute_rates(self, generated: int, trained: float, seconds: float) -> dict[str, float]:
+        """Return the rates of tokens since the previous row."""
+        return {
             "throughput/generated_tokens_per_second": generated / seconds,
             "throughput/trained_tokens_per_second": trained / seconds,
             "throughput/generated_tokens_per_second_per_device": generated
@@ -222,39 +218,25 @@ class StepWriter:
             / seconds
             / self.devices.learner,
         }
-        if ready:
-            rates |= self._compute_cpu_seconds(ready, cpu, generated) | self._compute_stage_seconds(
-                len(ready), stages
-            )
-            self._written_at = now
-            self._tokens = generated_tokens
-        for row in ready:
-            row |= {"time": self._time(), **rates, **metrics}
-            odd = self._writer.write(row)
-            # Such a step has no episode to average over.
-            if odd and explain_no_update(row) != ALL_EPISODES_FAILED:
-                self._report("metric_not_finite", step=row["step"], metrics=odd)
-            self._recent.append(row)
 
-    def _compute_stage_seconds(self, rows: int, stages: Mapping[str, float]) -> dict[str, float]:
-        """Return the time by stage since the previous rows, divided evenly over `rows` rows."""
+    def _compute_stage_seconds(self, stages: Mapping[str, float]) -> dict[str, float]:
+        """Return the time by stage since the previous row."""
         before = self._stages
         self._stages = dict(stages)
-        return {name: (seconds - before.get(name, 0.0)) / rows for name, seconds in stages.items()}
+        return {name: seconds - before.get(name, 0.0) for name, seconds in stages.items()}
 
     def _compute_cpu_seconds(
-        self, rows: Sequence[dict[str, Any]], cpu: Mapping[str, float], generated: int
+        self, metrics: Mapping[str, Any], cpu: Mapping[str, float], generated: int
     ) -> dict[str, float]:
-        """Return the processor time since the previous rows, per step by role, and per generated
-        and trained token."""
+        """Return the processor time since the previous row, by role, and per generated and trained
+        token."""
         spent = {role: seconds - self._cpu.get(role, 0.0) for role, seconds in cpu.items()}
         self._cpu = dict(cpu)
-        learner = sum(row.get("cpu/learner_seconds", 0.0) for row in rows)
-        trained = sum(row["batch/trained_tokens"] for row in rows)
+        learner = metrics.get("cpu/learner_seconds", 0.0)
         return {
-            **{f"cpu/{role}_seconds": seconds / len(rows) for role, seconds in spent.items()},
+            **{f"cpu/{role}_seconds": seconds for role, seconds in spent.items()},
             "cpu/generated_token_us": 1e6 * sum(spent.values()) / max(generated, 1),
-            "cpu/trained_token_us": 1e6 * learner / max(trained, 1),
+            "cpu/trained_token_us": 1e6 * learner / max(metrics["batch/trained_tokens"], 1),
         }
 
 

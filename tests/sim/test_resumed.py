@@ -2,14 +2,17 @@
 
 On Ray: `ray/test_resume_run.py`."""
 
+import json
 import re
 
 import pytest
 from safetensors.torch import load_file
 
-from r3async.checkpoint import CheckpointDirectory, open_checkpoint
+from r3async.checkpoint import CheckpointDirectory, directory, open_checkpoint
+from r3async.checkpoint.state import encode_state
 from r3async.record.reading import read_json_objects
 from r3async.rollout.scripted import DIGEST_TENSOR
+from r3async.world.files import read_file
 from tests.ray.test_resume_run import check_books, events, trained
 from tests.sim.whole import Machine
 
@@ -114,6 +117,28 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     if killed == "driver":
         check_books(run_dir, 20)
         assert [(line["groups"], line["crc32"]) for line in trained(run_dir)] == expected
+
+
+def test_rows_that_an_older_release_left_in_a_checkpoint_are_written_by_the_resume(machine, monkeypatch):
+    """It wrote a row when the weights were delivered, and saved those that waited, without what was known later."""
+
+    def encode_as_before(state):
+        older = json.loads(encode_state(state))
+        assert "pending_rows" not in older
+        written = read_file(machine.run_dir / "metrics.jsonl", files=machine.files)
+        last = written[: older["record_bytes"]["metrics.jsonl"]].splitlines(keepends=True)[-1]
+        older["record_bytes"]["metrics.jsonl"] -= len(last)
+        later = ("time", "throughput/", "cpu/", "weights/", "slots/", "generator/restarts", "lag/")
+        row = {name: value for name, value in json.loads(last).items() if not name.startswith(later)}
+        return json.dumps(older | {"pending_rows": [row]}).encode()
+
+    monkeypatch.setattr(directory, "encode_state", encode_as_before)
+    machine.train("steps=3", "checkpoint.every_steps=1")
+    monkeypatch.undo()
+    run_dir = machine.train("steps=5", "checkpoint.every_steps=1")
+    check_books(run_dir, 5)
+    rows = read_json_objects(run_dir / "metrics.jsonl")
+    assert ["throughput/generated_tokens_per_second" in row for row in rows] == [True, True, False, True, True]
 
 
 @SEEDS

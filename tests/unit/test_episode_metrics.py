@@ -51,8 +51,7 @@ def test_rates_of_a_device_are_of_the_side_that_it_is_on(tmp_path):
     devices = DeviceCounts.from_config(config)
     assert devices == (6, 4)
     rows = StepWriter(tmp_path, lambda event, **fields: None, devices, clock=iter([0.0, 10.0]).__next__)
-    rows.add(1, 1, {"batch/trained_tokens": 80}, [])
-    rows.write_delivered(1, 600, {})
+    rows.write_step(1, 1, {"batch/trained_tokens": 80}, generated_tokens=600)
     (row,) = rows.rows_after(0)
     assert row["throughput/generated_tokens_per_second"] == 60.0
     assert row["throughput/generated_tokens_per_second_per_device"] == 10.0

@@ -400,7 +400,7 @@ async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time
     assert figures["timing/engine_pause_seconds"] == 0.1
     assert figures["timing/weight_load_seconds"] == 0.05
     assert figures["timing/weight_transfer_seconds"] == 0.02
-    assert figures["weights/paused_share"] == pytest.approx(0.4 / 200, rel=0.05)
+    assert installer.fleet.paused_share == pytest.approx(0.4 / 200, rel=0.05)
 
 
 def test_the_backend_follows_from_the_hosts_unless_it_is_named():

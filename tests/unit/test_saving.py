@@ -25,7 +25,6 @@ from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config
 from r3async.record.events import open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.record.trained_trajectories import TRAINED_FILE, make_trained_step
-from r3async.record.writer import StepWriter
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport import TrajectoryLedger
@@ -38,7 +37,6 @@ from tests.unit.test_buffer import make_trajectory
 CONDUCTOR = ConductorState(
     admission={"version": 3, "next_group": 20},
     record_bytes={"metrics.jsonl": 7},
-    pending_rows=[{"step": 3}],
     elapsed=1.5,
     generated_tokens=1000,
 )
@@ -103,7 +101,7 @@ async def test_what_is_written_is_the_copy_and_both_sides_state(writer_of, tmp_p
     assert opened.open_learner_state().metadata.steps == 3
     state = opened.state
     assert (state.steps, state.version, state.consumed, state.consumed_beyond) == (3, 3, 12, [14])
-    assert (state.admission, state.pending_rows, state.generated_tokens) == (CONDUCTOR.admission, [{"step": 3}], 1000)
+    assert (state.admission, state.generated_tokens) == (CONDUCTOR.admission, 1000)
     assert state.model_path == str(tmp_path / "model")
 
 
@@ -210,21 +208,6 @@ def test_a_resumed_buffer_and_ledger_take_nothing_that_was_trained():
     assert buffer.choose_groups(3, 3, 0) == [4, 5, 7]
     buffer.take_groups([4, 5])
     assert (ledger.oldest_group, ledger.is_group_consumed(5)) == (7, True)
-
-
-def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rates_of_their_own(tmp_path):
-    now = iter([0.0, 0.0, 10.0, 20.0, 30.0]).__next__
-    book = StepWriter(tmp_path / "a", lambda *a, **k: None, clock=now)
-    book.add(1, 1, {"batch/trained_tokens": 5}, [])
-    pending = book.pending_rows
-    book.write_delivered(1, 100, {})
-    assert pending == [{"step": 1, "version": 1, "batch/trained_tokens": 5}]
-    resumed = StepWriter(tmp_path / "b", lambda *a, **k: None, clock=now)
-    resumed.restore_pending(pending, 100)
-    resumed.write_delivered(1, 150, {})
-    (row,) = read_json_objects(tmp_path / "b" / "metrics.jsonl")
-    assert row["step"] == 1
-    assert row["throughput/generated_tokens_per_second"] == 5.0
 
 
 def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp_path):

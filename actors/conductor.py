@@ -295,7 +295,7 @@ class Conductor:
                     scored = installer.needs_probe_scores(next_version)
                     # Train one step; meanwhile a failure of a background task ends the run.
                     step: TrainStepResult | None = await await_guarded(
-                        self.learner.call("train_step", is_last=last, with_probe_scores=scored),
+                        self.learner.call("run_step", is_last=last, with_probe_scores=scored),
                         background,
                     )
                     # The learner was interrupted while it waited for groups: a stop was requested.

@@ -1,7 +1,7 @@
 """The learner actor: it receives trajectories, trains on complete groups in lease order or within a
 window, and publishes weights.
 
-`LearnerActor.train_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
+`LearnerActor.run_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
 (transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a
 step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionWriter` (delivery.py)
 and a `CheckpointWriter` (checkpoint/writer.py) write what it made.
@@ -115,7 +115,7 @@ class LearnerComponents:
 
 
 class TrainStepResult(msgspec.Struct, frozen=True):
-    """The result of `LearnerActor.train_step`, for the conductor.
+    """The result of `LearnerActor.run_step`, for the conductor.
 
     Attributes:
         metrics: Metrics of the step, by name.
@@ -371,7 +371,7 @@ class LearnerActor:
         }
 
     def interrupt_wait(self) -> None:
-        """Make a `train_step` that waits for groups return None."""
+        """Make a `run_step` that waits for groups return None."""
         self._wait_interrupted.set()
         if self._components is not None:
             self._components.inbox.wake_waiters()
@@ -429,7 +429,7 @@ class LearnerActor:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    async def train_step(
+    async def run_step(
         self, is_last: bool = False, with_probe_scores: bool = False
     ) -> TrainStepResult | None:
         """Wait for the next groups, train one step on them, and copy the new weights when
@@ -483,7 +483,27 @@ class LearnerActor:
                 due = is_last or since[0] == self.config.schedule.steps_per_publication
                 # Train; meanwhile the next step is prepared, for which the counts begin anew if
                 # a version is due.
-                trained = await self._train_groups(number, indices, taken, (0, 0) if due else since)
+                with self._timeline.measure_span("train", step=number):
+                    # Use what was prepared during the step before, if it was prepared for these
+                    # groups.
+                    prepared = await self._take_prepared(indices, taken)
+                    # Wait for the groups of the next step beside this one; the packer thread
+                    # prepares them.
+                    looking = asyncio.create_task(
+                        self.components.next_step.prefetch(
+                            (0, 0) if due else since, self._wait_interrupted
+                        )
+                    )
+                    try:
+                        # All torch work runs in this one thread, so the event loop goes on
+                        # receiving.
+                        trained = await self._torch_lane.run(
+                            self.components.trainer.update_weights, number, version, prepared
+                        )
+                    finally:
+                        # The next step waits for its groups itself; a preparation that has begun
+                        # goes on.
+                        looking.cancel()
                 groups = trained.groups
                 # Write what was trained beside the next step, if steps are recorded.
                 self._recorder.add(number, version, trained)
@@ -540,33 +560,11 @@ class LearnerActor:
         finally:
             self._activity = "between steps"
 
-    async def _train_groups(
-        self,
-        number: int,
-        indices: list[int],
-        taken: list[list[Trajectory]],
-        next_since: tuple[int, int],
-    ) -> StepOutcome:
-        """Train the groups that step `number` took from the buffer, and meanwhile
-        prepare the next step.
-
-        `next_since` is the value of `StepCounts.since_publication` that the next step begins with.
-        """
-        next_step = self.components.next_step
-        trainer = self.components.trainer
-        with self._timeline.measure_span("train", step=number):
-            # Use what was prepared during the step before, if it was prepared for these groups.
-            prepared = await next_step.get_result(indices, taken)
-            # Wait for the groups of the next step beside this one; the packer thread prepares them.
-            looking = asyncio.create_task(next_step.prefetch(next_since, self._wait_interrupted))
-            try:
-                # All torch work runs in this one thread, so the event loop goes on receiving.
-                return await self._torch_lane.run(
-                    trainer.train_step, number, self.model.counts.version, prepared
-                )
-            finally:
-                # The next step waits for its groups itself; a preparation that has begun goes on.
-                looking.cancel()
+    async def _take_prepared(
+        self, indices: list[int], taken: list[list[Trajectory]]
+    ) -> PreparedStep:
+        """Return the groups that a step took from the buffer, ready to be trained."""
+        return await self.components.next_step.get_result(indices, taken)
 
     def _complete_metrics(
         self,

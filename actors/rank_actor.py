@@ -104,21 +104,19 @@ class LocalRank:
 
         return [str(torch.cuda.get_device_properties(0).uuid)] if torch.cuda.is_available() else []
 
-    def train_minibatches(
+    def run_minibatches(
         self,
         minibatches: Sequence[Sequence[Sequence[MicroBatch]]],
         *,
         version: int,
         trace: bool = False,
     ) -> list[MinibatchResult]:
-        """Call `trainer.train_minibatches` with minibatches whose micro-batches are for one
+        """Call `train_step.train_step` with minibatches whose micro-batches are for one
         data-parallel rank, this one."""
-        from r3async.learner.trainer import train_minibatches
+        from r3async.learner.train_step import train_step
 
         shares = [mine for (mine,) in minibatches]
-        return train_minibatches(
-            self.backend, shares, version=version, trace=trace, teacher=self._teacher
-        )
+        return train_step(self.backend, shares, version=version, trace=trace, teacher=self._teacher)
 
     def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """Call `supervised.run_supervised_step` with the micro-batches of one

@@ -177,18 +177,18 @@ class RemoteRanks:
         with self._lock:
             self._recovery_log.set_checkpoint(checkpoint)
 
-    def train_minibatches(
+    def run_minibatches(
         self,
         minibatches: Sequence[Sequence[Sequence[MicroBatch]]],
         *,
         version: int,
         trace: bool = False,
     ) -> list[MinibatchResult]:
-        """Implement `trainer.LearnerRanks.train_minibatches`."""
+        """Implement `trainer.LearnerRanks.run_minibatches`."""
         shares = [
             [[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)
         ]
-        answers = self._run_step(LocalRank.train_minibatches, shares, version=version, trace=trace)
+        answers = self._run_step(LocalRank.run_minibatches, shares, version=version, trace=trace)
         return [
             msgspec.structs.replace(
                 results[0],

@@ -114,7 +114,7 @@ def replay_run(
         for file in files:
             recorded, groups = read_recorded_step(file)
             session.enter_lineage(recorded.lineage, recorded.step)
-            metrics, digests = session.train_step(recorded, groups)
+            metrics, digests = session.repeat_step(recorded, groups)
             last = recorded.step
             rows.append({"step": last, **metrics})
             progress(recorded, metrics)
@@ -235,11 +235,11 @@ class _ReplaySession:
                 f"replay what follows by itself, with --from {step - 1}"
             )
 
-    def train_step(
+    def repeat_step(
         self, recorded: RecordedStep, groups: list[list[Trajectory]]
     ) -> tuple[dict[str, float | None], list[dict[str, int]]]:
         """Train a recorded step. Returns its metrics as they would be written, and its digests."""
-        done = self._trainer.train_step(
+        done = self._trainer.update_weights(
             recorded.step, recorded.version, self._trainer.prepare_step(groups)
         )
         return {

@@ -177,7 +177,7 @@ class SupervisedRun:
                 )
 
             while self._step < config.steps and not self._request.requested:
-                row = self._train_step(learner, lineage)
+                row = self._make_update(learner, lineage)
                 rows.write(row)
                 self._outlets.show_status({"rows": [row]})
                 self._view.show_row(row, describe_step(row))
@@ -207,7 +207,7 @@ class SupervisedRun:
         if self._request.requested:
             raise StoppedWhileLoading
 
-    def _train_step(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
+    def _make_update(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
         """Train one step and return its row of metrics."""
         began = time.monotonic()
         metrics = learner.train_supervised(

@@ -386,7 +386,7 @@ class CountingLearner:
         }
         return Published(TransferOffer(WeightManifest(self._steps, "", tensors, nbytes=0)))
 
-    async def train_step(self, is_last: bool, with_probe_scores: bool) -> TrainStepResult:
+    async def run_step(self, is_last: bool, with_probe_scores: bool) -> TrainStepResult:
         self.asked += 1
         clock = self._world.clock.monotonic
         groups = self._config.schedule.prompts_per_step

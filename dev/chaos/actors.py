@@ -188,10 +188,10 @@ class AckBeforeSpool(LearnerActor):
 class UnlinkBeforeCommit(LearnerActor):
     """A faulty learner that deletes trained groups from the spool before a checkpoint has them."""
 
-    async def train_step(
+    async def run_step(
         self, is_last: bool = False, with_probe_scores: bool = False
     ) -> TrainStepResult | None:
-        result = await super().train_step(is_last, with_probe_scores)
+        result = await super().run_step(is_last, with_probe_scores)
         if result is not None:
             spool = self.components.inbox.spool
             assert spool is not None, "buffer.durability = disk"

@@ -205,11 +205,11 @@ def _train_counted(
     learner: LearnerBackend, batches: Sequence[MicroBatch], counted: _PartCounts, part: str
 ) -> None:
     """Train twice and count the second time: the first one allocates what the optimizer keeps."""
-    from r3async.learner.trainer import train_minibatch
+    from r3async.learner.train_step import train_step
 
-    train_minibatch(learner, batches)
+    train_step(learner, [batches])
     with counted.part(part):
-        train_minibatch(learner, batches)
+        train_step(learner, [batches])
 
 
 def _iter_facts(
@@ -222,13 +222,13 @@ def _iter_facts(
 
     from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
     from r3async.checkpoint.tensors import TensorSlice as Slice
-    from r3async.learner.trainer import train_minibatch
+    from r3async.learner.train_step import train_step
     from r3async.weights.host_weights import copy_share_to_host, copy_to_host
     from r3async.weights.version_store import VersionStore
 
     def train(part: str) -> Iterator[tuple[str, np.ndarray]]:
         with counted.part(part):
-            result = train_minibatch(learner, batches, trace=True)
+            result = train_step(learner, [batches], trace=True)[0]
         yield f"{part}/metrics", np.array([value for _, value in sorted(result.metrics.items())])
         yield f"{part}/expert_load", result.expert_load
         for number, trace in enumerate(result.traces):

@@ -366,12 +366,12 @@ register_combined(
 )
 
 
-@register_mutant(LearnerActor, "train_step")
-def version_counted_twice(train_step: Any) -> Any:
+@register_mutant(LearnerActor, "run_step")
+def version_counted_twice(run_step: Any) -> Any:
     """A publication increases the version by two."""
 
     async def count_twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
-        result = await train_step(self, *args, **facts)
+        result = await run_step(self, *args, **facts)
         if result is not None and result.has_new_weights:
             self.model.counts.version += 1
         return result

@@ -334,7 +334,7 @@ class WatchedWorkerThread:
         self._process = process
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if getattr(function, "__func__", None) is not Trainer.train_step:
+        if getattr(function, "__func__", None) is not Trainer.update_weights:
             return await self._lane.run(function, *args, **kwargs)
         simulation = _watched_simulation(self._process)
         lineage = (
@@ -433,14 +433,14 @@ def _observe_learner(kind: type) -> type:
             )
             return answer
 
-        async def _train_groups(self, number: int, indices: list[int], *args: Any) -> Any:
+        async def _take_prepared(self, indices: list[int], taken: Any) -> Any:
             # The groups were taken now. The step begins when they are prepared: an older group may
             # be complete by then.
-            version = self.model.counts.version
+            counts = self.model.counts
             _watched_simulation(self.world.process).see_event(
-                StepBegan, self.lineage.number, number, version, tuple(indices)
+                StepBegan, self.lineage.number, counts.steps + 1, counts.version, tuple(indices)
             )
-            return await super()._train_groups(number, indices, *args)
+            return await super()._take_prepared(indices, taken)
 
         # `publish` calls it, too.
         async def write_version(self, versions_in_use: Sequence[int] = ()) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from r3async.learner.model_directory import save_model
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.rank_group import RankGroup
 from r3async.learner.reference_weights import ReferenceWeights
-from r3async.learner.replay import MicroBatchRoutes, RouteBinder, RoutingReplay
+from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
 from r3async.learner.shard_slice import ShardSlice
 from r3async.learner.state import capture_learner_state, restore_learner_state
@@ -35,16 +35,28 @@ from r3async.learner.trust_region import TrustRegion
 TokenScores = tuple[Tensor, Tensor]
 """Log-probs of some tokens, and the entropies of the distributions that they come from:
 float32 `[M]` each."""
-ScoreCallback = Callable[[int, Tensor, Tensor], Tensor | None]
-"""The callback `finish(index, log-probs, entropies)` for a micro-batch; a loss that it returns is
-propagated back."""
-RoutesCallback = Callable[[int, MicroBatchRoutes], object]
-"""The callback `visit(index, routes)`, called with the choices of this rank's routers."""
+MicroBatchLoss = Callable[[int, Tensor, Tensor], Tensor]
+"""A function that returns the loss of micro-batch `index` from its log-probs and entropies."""
+
+
+class MicroBatchScores(NamedTuple):
+    """The scores of some tokens of a micro-batch after its forward pass: see `TokenScores`.
+
+    Attributes:
+        batch_index: The position of the micro-batch among those of the pass.
+        routes: The routes that were bound for it, with `keep_choices`.
+        logprobs: float32 `[M]`; None on a pipeline stage before the last, like `entropies`.
+    """
+
+    batch_index: int
+    routes: MicroBatchRoutes | None
+    logprobs: Tensor | None
+    entropies: Tensor | None
 
 
 class LearnerBackend:
-    """A model and its optimizer, or this process's part of them. `trainer.py` runs
-    training steps on it.
+    """A model and its optimizer, or this process's part of them. `train_step.py` has the
+    verbs that train it.
 
     A backend builds the model (in its `from_pretrained`, which is collective; constructors are
     not), runs its forward passes and exports it; the rest is implemented here. With several ranks
@@ -185,22 +197,6 @@ class LearnerBackend:
         )
         return [held.narrow_to_share(parameter.shape, share) for held, parameter, share in shared]
 
-    def run_schedule(
-        self,
-        forward: Callable[[int, RouteBinder], Any],
-        on_output: Callable[[int, Any], Tensor | None],
-        count: int,
-        *,
-        backward: bool,
-    ) -> None:
-        """Run micro-batches `0..count`, each forward and, with `backward`, back
-        before the next one."""
-        for index in range(count):
-            with self.replay.bind_pipelined() as bind:
-                loss = on_output(index, forward(index, bind))
-                if backward and loss is not None:
-                    loss.backward()
-
     def update_expert_biases(self, expert_load: np.ndarray) -> None:
         """Move the expert biases after an update, according to the tokens that each expert got.
 
@@ -223,40 +219,35 @@ class LearnerBackend:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def run_micro_batches(
+    def iter_scores(
         self,
         micro_batches: Sequence[MicroBatch],
         rows: Sequence[np.ndarray],
-        on_scores: ScoreCallback | None,
         *,
         replay: bool = True,
-        on_routes: RoutesCallback | None = None,
-        backward: bool = False,
-    ) -> None:
-        """Run forward passes over micro-batches and, with `backward`, back through the loss that
-        `on_scores` returns.
+        keep_choices: bool = False,
+        pipeline_loss: MicroBatchLoss | None = None,
+    ) -> Iterator[MicroBatchScores]:
+        """Run micro-batches forward, one after the other, and yield the scores of `rows[index]`.
+
+        The routes of a micro-batch are bound until the next one is requested, so its backward pass
+        belongs in the loop over this iterator. With several pipeline stages all passes are made
+        before the first yield.
 
         Args:
-            on_scores: Called with the scores of `rows[index]`, on the ranks that have them.
             replay: Each micro-batch has its recorded routes, as `routing.replay` says; otherwise
                 routers choose for themselves.
+            keep_choices: Yield the routes too, with the choices of this rank's routers.
+            pipeline_loss: The loss of a micro-batch. With several stages, whose schedule makes
+                forward and backward passes in turn, they go back through it and yield no scores.
         """
-
-        def forward(index: int, bind: RouteBinder) -> Any:
-            routes = bind(micro_batches[index], on_routes is not None) if replay else None
-            output = self.forward(micro_batches[index], rows[index], routes)
-            if on_routes is not None and routes is not None:
-                on_routes(index, routes)
-            return output
-
-        def last(index: int, output: Any) -> Tensor | None:
-            return (
-                None
-                if on_scores is None
-                else on_scores(index, *self.score_tokens(output, micro_batches[index], rows[index]))
-            )
-
-        self.run_schedule(forward, last, len(micro_batches), backward=backward)
+        for index, (micro_batch, wanted) in enumerate(zip(micro_batches, rows, strict=True)):
+            with self.replay.bind_pipelined() as bind:
+                routes = bind(micro_batch, keep_choices) if replay else None
+                output = self.forward(micro_batch, wanted, routes)
+                scores = self.score_tokens(output, micro_batch, wanted)
+                del output
+                yield MicroBatchScores(index, routes if keep_choices else None, *scores)
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
@@ -268,12 +259,17 @@ class LearnerBackend:
             self.replay.pop_counts()
             self.reset_forward_state()
 
-    def abort_step(self) -> None:
-        """Discard what a failed step left behind: its gradients, its counts, its
-        state in the model."""
-        self.optimizer.zero_grad()
-        self.replay.pop_counts()
-        self.reset_forward_state()
+    @contextmanager
+    def discard_on_error(self) -> Iterator[None]:
+        """If this block fails, discard what it left behind and the next step would add to:
+        gradients, counts, and what a pass left in the model."""
+        try:
+            yield
+        except BaseException:
+            self.optimizer.zero_grad()
+            self.replay.pop_counts()
+            self.reset_forward_state()
+            raise
 
     def logprobs(
         self,
@@ -290,7 +286,7 @@ class LearnerBackend:
         padding. Every rank returns those of its own micro-batches.
 
         Args:
-            replay: See `run_micro_batches`.
+            replay: See `iter_scores`.
             use_reference: Use the weights that the learner began with
                 (`algorithm.reference_kl.coef` must not be 0).
             trained_only: Compute logits only for tokens in `loss_mask`; the log-probs of
@@ -307,12 +303,10 @@ class LearnerBackend:
         padded = self.pad_for_parallel(micro_batches)
         rows = [find_predicted_rows(m, trained_only=trained_only) for m in padded]
         out = [np.zeros(m.num_tokens, np.float32) for m in padded]
-
-        def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
-            out[index][rows[index]] = logprobs.cpu().numpy()
-
         with self.forward_only():
-            self.run_micro_batches(padded, rows, finish, replay=replay)
+            for index, _, logprobs, _ in self.iter_scores(padded, rows, replay=replay):
+                if logprobs is not None:
+                    out[index][rows[index]] = logprobs.cpu().numpy()
         self.broadcast_logprobs(out)
         return [values[: m.num_tokens] for values, m in zip(out, micro_batches, strict=True)]
 
@@ -333,17 +327,16 @@ class LearnerBackend:
             for m in self.pad_for_parallel(micro_batches)
         ]
         chosen = [torch.zeros(m.num_tokens, layers, top_k, dtype=torch.int32) for m in bare]
-
-        def visit(index: int, routes: MicroBatchRoutes) -> None:
-            part = self.replay.slice_tokens(bare[index].num_tokens)
-            for column, own in zip(
-                self.replay.moe_layer_indices, routes.preferred_experts, strict=True
-            ):
-                assert own is not None
-                chosen[index][part, column] = own.cpu().int()
-
+        none = [np.zeros(0, np.int64)] * len(bare)
         with self.forward_only():
-            self.run_micro_batches(bare, [np.zeros(0, np.int64)] * len(bare), None, on_routes=visit)
+            for index, routes, _, _ in self.iter_scores(bare, none, keep_choices=True):
+                assert routes is not None
+                part = self.replay.slice_tokens(bare[index].num_tokens)
+                for column, own in zip(
+                    self.replay.moe_layer_indices, routes.preferred_experts, strict=True
+                ):
+                    assert own is not None
+                    chosen[index][part, column] = own.cpu().int()
         out = []
         for m, rows in zip(micro_batches, chosen, strict=True):
             self.all_reduce_routes(rows)

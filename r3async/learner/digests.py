@@ -8,7 +8,7 @@ Digests can be compared only between runs with the same layout of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from r3async.learner.micro_batches import MicroBatch
     from r3async.learner.optimizer import MasterAdamW
 
-ScoreCallback = Callable[[int, torch.Tensor, torch.Tensor], Any]
 DIGEST_MODULUS = 2**64
 RANK_STAGES = ("logprobs", "gradients", "weights", "moments")
 """The stages that each rank digests, in the order of a step."""
@@ -61,16 +60,6 @@ class StageDigests:
 
     def add(self, stage: str, name: str, value: np.ndarray | torch.Tensor) -> None:
         self._digests[stage] = (self._digests[stage] + compute_digest(name, value)) % DIGEST_MODULUS
-
-    def wrap_loss(self, loss: ScoreCallback) -> ScoreCallback:
-        """Return a function that digests a micro-batch's log-probs, then calls `loss` with them and
-        their entropies."""
-
-        def looked(index: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
-            self.add("logprobs", str(index), logprobs)
-            return loss(index, logprobs, entropies)
-
-        return looked
 
     def add_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         """Add gradients that are summed over ranks and not clipped yet."""

@@ -28,12 +28,11 @@ from r3async.learner.drift_metrics import (
 )
 from r3async.learner.loss_sums import LossSums
 from r3async.learner.optimizer import OptimizerUpdate
-from r3async.learner.results import DriftSums, GapMoments
-from r3async.learner.served_drift import ProbeBatches, sum_served_drift
+from r3async.learner.served_drift import sum_served_drift
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
-    from r3async.learner.minibatch import Minibatch
+    from r3async.learner.minibatch import MeasuredMinibatch
 
 
 MIN_STEP_SHARE = 1 / 32
@@ -47,27 +46,19 @@ LINE_SEARCH_MARGIN = 0.9
 square of the share."""
 
 
-def apply_update(
-    backend: LearnerBackend,
-    minibatch: Minibatch,
-    probes: ProbeBatches,
-    total: np.ndarray,
-    drift: DriftSums,
-    moments: GapMoments,
-) -> OptimizerUpdate:
+def update_in_trust_region(backend: LearnerBackend, measured: MeasuredMinibatch) -> OptimizerUpdate:
     """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond
     `rollout_kl.max`.
 
     Then shorten the step if the drift after it is beyond `rollout_kl.limit`. The coefficient of
     the next step follows from the drift measured in this one, unless this one has zero
     variance. Collective.
-
-    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`:
-    `compute_gap_moments`.
     """
     optimizer = backend.optimizer
     trust_region = backend.trust_region
-    replayed = LossSums.compute_metrics(total)[REPLAYED_DRIFT_METRIC]
+    minibatch = measured.minibatch
+    drift = measured.drift
+    replayed = LossSums.compute_metrics(measured.loss_sums)[REPLAYED_DRIFT_METRIC]
     served = None
     extrapolated = None
     if count_served_tokens(drift):
@@ -82,21 +73,17 @@ def apply_update(
     if trust_region.exceeds_max_drift(judged):
         update = optimizer.skip_step("trust_region")
     else:
-        update = limit_update(backend, minibatch, probes, drift, optimizer.step())
+        update = limit_update(backend, measured, optimizer.step())
     trust_region.update_coefficient(judged)
     if served is not None:
         trust_region.record_served_gaps(
-            compute_served_gaps(drift), compute_gap_variance(drift, moments)
+            compute_served_gaps(drift), compute_gap_variance(drift, measured.gap_moments)
         )
     return replace(update, served_drift_estimate=extrapolated)
 
 
 def limit_update(
-    backend: LearnerBackend,
-    minibatch: Minibatch,
-    probes: ProbeBatches,
-    drift: DriftSums,
-    update: OptimizerUpdate,
+    backend: LearnerBackend, measured: MeasuredMinibatch, update: OptimizerUpdate
 ) -> OptimizerUpdate:
     """Shorten the update that the optimizer has just made until the drift that it leads to is
     within the limit.
@@ -108,23 +95,22 @@ def limit_update(
     A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide
     are reduced over all ranks, so every rank makes the same share of the step.
 
-    `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of
-    the next update, a share of the drift of these tokens under the new weights
+    What was `measured` is from before the update. What is limited is the drift of the tokens of the
+    next update, a share of the drift of these tokens under the new weights
     (`compute_drift_carryover`).
     """
+    replayed = measured.drift.probed_replayed
     limit = backend.config.algorithm.rollout_kl.update_limit
     if (
         limit is None
         or update.cause
-        or not probes.micro_batches
-        or not drift.probed_replayed[:, TOKEN_COUNT].any()
+        or not measured.probes.micro_batches
+        or not replayed[:, TOKEN_COUNT].any()
     ):
         return update
-    carryover = compute_drift_carryover(
-        drift.probed_replayed, backend.config.schedule.updates_per_version
-    )
+    carryover = compute_drift_carryover(replayed, backend.config.schedule.updates_per_version)
     max_share = backend.trust_region.max_share
-    trial = TrialStep(backend, minibatch, probes, drift)
+    trial = TrialStep(backend, measured)
     predicted = shorten_to_limit(trial, limit / carryover, max_share)
     backend.trust_region.record_step_share(trial.share / max_share)
     ahead = predicted * carryover
@@ -144,13 +130,10 @@ class TrialStep:
         share: The share that the weights have now.
     """
 
-    def __init__(
-        self, backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums
-    ):
+    def __init__(self, backend: LearnerBackend, measured: MeasuredMinibatch):
         self._backend = backend
-        self._minibatch = minibatch
-        self._probes = probes
-        self._drift = drift
+        self._measured = measured
+        self._drift = measured.drift
         self.share = 1.0
 
     def set_share(self, share: float) -> None:
@@ -161,7 +144,7 @@ class TrialStep:
 
     def predict_drift(self) -> float:
         """Return the served drift of this minibatch's tokens under the weights as they are."""
-        served = sum_served_drift(self._backend, self._minibatch, self._probes)
+        served = sum_served_drift(self._backend, self._measured.minibatch, self._measured.probes)
         total = self._backend.ranks.all_reduce(served.reshape(-1), "sum").reshape(served.shape)
         return estimate_served_drift(self._drift._replace(probed_served=total[:DRIFT_BINS]))
 

@@ -22,27 +22,20 @@ from r3async.learner.optimizer import OptimizerUpdate
 from r3async.learner.results import DriftSums, GapMoments, MinibatchResult
 
 if TYPE_CHECKING:
-    from r3async.learner.minibatch import Minibatch
+    from r3async.learner.minibatch import MeasuredMinibatch
     from r3async.learner.replay import RoutingReplay
 
 
 def build_minibatch_result(
-    minibatch: Minibatch,
-    total: np.ndarray,
-    drift: DriftSums,
-    moments: GapMoments,
-    update: OptimizerUpdate,
-    replay: RoutingReplay,
+    measured: MeasuredMinibatch, update: OptimizerUpdate, replay: RoutingReplay
 ) -> MinibatchResult:
     """Build the result of a minibatch, over all ranks. Collective. Takes the counts of `replay`.
-
-    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`:
-    `compute_gap_moments`.
 
     The catalogue (`data/metrics.py`) says what each metric is. Routing figures count a row of
     several samples once for each of them; `routing/agreement` is also there with replay off, and
     missing if nothing is recorded.
     """
+    minibatch = measured.minibatch
     counts = minibatch.counts
     cause = update.cause
     routing = replay.pop_counts()
@@ -65,8 +58,8 @@ def build_minibatch_result(
     agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
     budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
     metrics = (
-        LossSums.compute_metrics(total)
-        | compute_drift_metrics(drift, moments)
+        LossSums.compute_metrics(measured.loss_sums)
+        | compute_drift_metrics(measured.drift, measured.gap_moments)
         | {
             "loss/router_aux": auxiliary,
             "rollout_kl/coef": minibatch.rollout_kl_coef,
@@ -106,8 +99,8 @@ def build_minibatch_result(
         agreement.astype(np.float32),
         load.astype(np.int64),
         minibatch.collect_traces(),
-        drift,
-        moments,
+        measured.drift,
+        measured.gap_moments,
     )
 
 

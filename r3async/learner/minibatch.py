@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.optimizer import SkipCause
 from r3async.learner.rank_group import SINGLE_RANK, RankGroup
 from r3async.learner.replay import MicroBatchRoutes, count_recorded_load
-from r3async.learner.results import DriftSums, LearnerError, RouteTrace
+from r3async.learner.results import DriftSums, GapMoments, LearnerError, RouteTrace
 from r3async.learner.split_episodes import (
     LOSS_COLUMNS,
     TokenColumns,
@@ -81,19 +81,21 @@ def build_minibatch(
         )
     kept = [i for i, c in enumerate(chosen) if len(c.rows) or not skip_untrained]
     minibatch = Minibatch(
-        config,
-        version,
-        rollout_kl_coef,
         ranks,
-        counts,
         [micro_batches[i] for i in kept],
-        [chosen[i] for i in kept],
-        token_index_count=int(place) + 1,
-        split_episodes=find_split_episodes([c.episode_index for c in chosen], int(last) + 1, ranks),
+        [chosen[i].rows for i in kept],
+        counts.trained,
         aux_loss_weights=_compute_aux_loss_weights(
             micro_batches, config.algorithm.router_aux.coef, counts.total, routing_shape, ranks
         ),
         records_traces=trace,
+        config=config,
+        version=version,
+        rollout_kl_coef=rollout_kl_coef,
+        counts=counts,
+        trained_tokens=[chosen[i] for i in kept],
+        token_index_count=int(place) + 1,
+        split_episodes=find_split_episodes([c.episode_index for c in chosen], int(last) + 1, ranks),
     )
     if minibatch.needs_global_logprobs and not minibatch.token_index_count:
         raise LearnerError(
@@ -227,7 +229,47 @@ def find_trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
 
 
 @dataclass
-class Minibatch:
+class TrainableMinibatch:
+    """Micro-batches of this rank with a loss, for `train_step.forward_backward`.
+
+    Attributes:
+        trained_rows: The tokens of each micro-batch whose log-probs the loss takes, int64 `[M]`.
+        num_trained: The number of these tokens on all ranks.
+        aux_loss_weights: float64 `[layers, experts]` for `RoutingReplay.use_aux_loss`, or None.
+        records_traces: `record_routes` is called after each forward pass.
+    """
+
+    ranks: RankGroup
+    micro_batches: list[MicroBatch]
+    trained_rows: list[np.ndarray]
+    num_trained: float
+    aux_loss_weights: np.ndarray | None
+    records_traces: bool
+    replays_routes: ClassVar[bool]
+    """Routers use the recorded routes."""
+
+    @property
+    def needs_global_logprobs(self) -> bool:
+        """True if `set_global_logprobs` has to be called before the first
+        `compute_micro_batch_loss`; the same on all ranks."""
+        return False
+
+    def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        """Return the scalar loss of micro-batch `index`, and add its sums.
+
+        `logprobs` and `entropies` are float32 `[M]`, for its `trained_rows`.
+        """
+        raise NotImplementedError
+
+    def set_global_logprobs(self, logprobs: Sequence[np.ndarray]) -> None:
+        raise NotImplementedError
+
+    def record_routes(self, routes: MicroBatchRoutes) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class Minibatch(TrainableMinibatch):
     """One minibatch on this rank, built by `build_minibatch`.
 
     `counts` are those of all ranks; everything else is this rank's.
@@ -239,21 +281,16 @@ class Minibatch:
         token_index_count: The number of places in the minibatch.
         split_episodes: bool `[episodes]`: the episodes that have trained tokens in more than one
             micro-batch of all ranks.
-        aux_loss_weights: float64 `[layers, experts]` for `RoutingReplay.use_aux_loss`; None without
-            `algorithm.router_aux`.
     """
 
     config: Config
     version: int
     rollout_kl_coef: float
-    ranks: RankGroup
     counts: TokenCounts
-    micro_batches: list[MicroBatch]
     trained_tokens: list[TrainedTokens]
     token_index_count: int
     split_episodes: np.ndarray
-    aux_loss_weights: np.ndarray | None
-    records_traces: bool
+    replays_routes = True
     _global_columns: TokenColumns = field(init=False, default_factory=dict)
     """Columns of the trained tokens of all ranks, if `set_global_logprobs` was called."""
     _loss_sums: LossSums | None = field(init=False, default=None)
@@ -265,14 +302,7 @@ class Minibatch:
     """Log-probs of each micro-batch's trained tokens, with `records_traces`."""
 
     @property
-    def trained_rows(self) -> list[np.ndarray]:
-        """The trained rows of each micro-batch, int64 `[M]`."""
-        return [c.rows for c in self.trained_tokens]
-
-    @property
     def needs_global_logprobs(self) -> bool:
-        """True if `set_global_logprobs` has to be called before the first
-        `compute_micro_batch_loss`; the same on all ranks."""
         return bool(self.split_episodes.any()) and needs_whole_episodes(self.config.algorithm)
 
     @property
@@ -312,10 +342,6 @@ class Minibatch:
         )
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """Return the scalar loss of micro-batch `index`, and add its sums.
-
-        `logprobs` and `entropies` are float32 `[M]`, for its `trained_rows`.
-        """
         self._add_drift(index, logprobs)
         if self.records_traces and self.micro_batches[index].sample_ids:
             self._traced_logprobs[index] = logprobs.detach()
@@ -442,7 +468,7 @@ class Minibatch:
 
     def _add_drift(self, index: int, logprobs: Tensor) -> None:
         micro_batch = self.micro_batches[index]
-        rows = self.trained_tokens[index].rows
+        rows = self.trained_rows[index]
         table = micro_batch.table
         probed = (
             np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
@@ -467,7 +493,7 @@ class Minibatch:
 
     # -- traces ------------------------------------------------------------------------------------
 
-    def record_routes(self, index: int, routes: MicroBatchRoutes) -> None:
+    def record_routes(self, routes: MicroBatchRoutes) -> None:
         """Keep the trace of a micro-batch after its forward pass, if this rank has routers."""
         if routes.preferred_experts:
             self._traces.append(routes.build_trace())
@@ -498,3 +524,31 @@ class Minibatch:
                     RouteTrace(samples, starts, 0, [], none, none, logprobs[samples], shared)
                 )
         return traces
+
+
+class ProbeBatches(NamedTuple):
+    """The probed episodes of a minibatch on this rank, in separate micro-batches, as
+    many on every rank.
+
+    `trained_rows` are the rows of trained tokens in each, int64 `[M]`. Either all ranks have
+    micro-batches, or none has.
+    """
+
+    micro_batches: list[MicroBatch]
+    trained_rows: list[np.ndarray]
+
+
+class MeasuredMinibatch(NamedTuple):
+    """A minibatch after its passes, and what they measured, over all ranks.
+
+    Attributes:
+        loss_sums: See `Minibatch.reduce_loss_sums`.
+        drift: See `Minibatch.reduce_drift`.
+        gap_moments: See `compute_gap_moments`.
+    """
+
+    minibatch: Minibatch
+    probes: ProbeBatches
+    loss_sums: np.ndarray
+    drift: DriftSums
+    gap_moments: GapMoments

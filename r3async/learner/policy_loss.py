@@ -18,7 +18,7 @@ gradient does not depend on packing.
 
 It sees whole episodes, and may use anything in them (`LossInputs.episode_sum`, `episode_mean`).
 Where an episode's samples are in several micro-batches that takes one more forward pass: see
-`trainer.accumulate_gradients`. A loss at a token that depends on that token's own columns alone is
+`train_step.forward_backward`. A loss at a token that depends on that token's own columns alone is
 marked with `@by_token`, and avoids that pass.
 """
 

@@ -296,11 +296,9 @@ class MicroBatchRoutes:
         )
 
     def close(self) -> None:
-        """Release everything; later use raises."""
+        """Release everything but the choices that are kept; later use raises."""
         self.is_closed = True
         self._sorted_experts = self._is_recorded = None
-        self.preferred_experts = []
-        self.used_experts = []
         self._chosen_before = []
 
 
@@ -360,6 +358,11 @@ class RoutingReplay:
             device=device,
             is_recomputed=is_recomputed,
         )
+
+    @property
+    def uses_records(self) -> bool:
+        """True if recorded routes may replace a router's own choice, on any rank."""
+        return self.is_enabled and self.num_moe_layers > 0
 
     def slice_tokens(self, tokens: int) -> slice:
         """Return this rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot

@@ -9,7 +9,7 @@ nothing is learnt.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config
 from r3async.data.model_shape import read_moe_layers
-from r3async.learner.backend import LearnerBackend, ScoreCallback
+from r3async.learner.backend import LearnerBackend, MicroBatchLoss, MicroBatchScores
 from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate, count_updates
 from r3async.learner.rank_group import SINGLE_RANK
@@ -49,23 +49,24 @@ DIGESTED_COLUMNS = (
 class DigestOptimizer(MasterAdamW):
     """An optimizer whose parameter is the digest, 32 bytes as float32 `[32]`.
 
-    A step hashes what was set by `set_batch` onto it: without a gradient, and the same
-    on every machine.
+    A step hashes what `add_batch` added onto it: without a gradient, and the same on every machine.
     """
 
     def __init__(self, config: Config):
         self.digest = Parameter(torch.zeros(32), requires_grad=True)
         super().__init__([self.digest], config.learner, updates_total=count_updates(config))
-        self._batch_hash = hashlib.sha256()
+        self._batch_hash: Any = None
+        """The hash of the weights and of what was added since the last step."""
 
     @property
     def weight_bytes(self) -> Tensor:
         """A copy of the digest: uint8 `[32]`."""
         return self.digest.detach().to(torch.uint8)
 
-    def set_batch(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the micro-batches that the next step trains."""
-        self._batch_hash = hashlib.sha256(self.weight_bytes.numpy().tobytes())
+    def add_batch(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add micro-batches that the next step trains."""
+        if self._batch_hash is None:
+            self._batch_hash = hashlib.sha256(self.weight_bytes.numpy().tobytes())
         for m in micro_batches:
             self._batch_hash.update("\0".join(m.sample_ids).encode())
             for name in DIGESTED_COLUMNS:
@@ -76,9 +77,14 @@ class DigestOptimizer(MasterAdamW):
     def step(self) -> OptimizerUpdate:
         """Replace the digest with one of itself and of the batch."""
         lr = self.lr
+        self.add_batch([])
         self.digest.copy_(torch.frombuffer(bytearray(self._batch_hash.digest()), dtype=torch.uint8))
+        self.zero_grad()
         self.update_count += 1
         return OptimizerUpdate(0.0, lr)
+
+    def zero_grad(self) -> None:
+        self._batch_hash = None
 
 
 class ScriptedLearner(LearnerBackend):
@@ -123,23 +129,23 @@ class ScriptedLearner(LearnerBackend):
             files,
         )
 
-    def run_micro_batches(
+    def iter_scores(
         self,
         micro_batches: Sequence[MicroBatch],
         rows: Sequence[np.ndarray],
-        on_scores: ScoreCallback | None,
         *,
         replay: bool = True,
-        **_: Any,
-    ) -> None:
-        """Set the micro-batches that the next step trains; without `replay`, which only
-        measures, do nothing.
+        keep_choices: bool = False,
+        pipeline_loss: MicroBatchLoss | None = None,
+    ) -> Iterator[MicroBatchScores]:
+        """Add the micro-batches to what the next step trains, and yield nothing; without `replay`,
+        which only measures, do nothing.
 
         Routers choose what is recorded, and nothing for a token without routes.
         """
         if not replay:
-            return
-        self.optimizer.set_batch(micro_batches)
+            return iter(())
+        self.optimizer.add_batch(micro_batches)
         counts = self.replay.counts
         load = count_recorded_load(
             micro_batches, self.replay.num_moe_layers, self.replay.num_experts
@@ -148,6 +154,7 @@ class ScriptedLearner(LearnerBackend):
         recorded = counts.expert_load.sum(dim=1) // self.replay.top_k
         counts.agreeing_tokens += recorded
         counts.compared_tokens += recorded
+        return iter(())
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], **_: Any) -> list[np.ndarray]:
         """Return float32 `[N]` for each micro-batch, as recorded; 0 where the

@@ -19,7 +19,7 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,10 +28,10 @@ from torch import Tensor
 from r3async.config import Config
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.micro_batches import MicroBatch, make_padding_batch, pack_samples
+from r3async.learner.minibatch import Minibatch, ProbeBatches
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
-    from r3async.learner.minibatch import Minibatch
 
 
 MAX_PROBED_SHARE = 1 / 4
@@ -130,18 +130,6 @@ def mark_probed_samples(
 # -- on every rank ---------------------------------------------------------------------------------
 
 
-class ProbeBatches(NamedTuple):
-    """The probed episodes of a minibatch on this rank, in separate micro-batches, as
-    many on every rank.
-
-    `trained_rows` are the rows of trained tokens in each, int64 `[M]`. Either all ranks have
-    micro-batches, or none has.
-    """
-
-    micro_batches: list[MicroBatch]
-    trained_rows: list[np.ndarray]
-
-
 def build_probes(
     backend: LearnerBackend, minibatch: Minibatch, all_micro_batches: Sequence[MicroBatch]
 ) -> ProbeBatches:
@@ -197,6 +185,17 @@ def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
     return out
 
 
+def measure_served_drift(
+    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches
+) -> np.ndarray:
+    """Return `sum_served_drift` before an update; 0 if that is not due, or does not differ from
+    the replayed drift. Collective."""
+    is_due = is_measurement_due(backend.config, minibatch.version)
+    if is_due and backend.replay.uses_records and minibatch.num_trained and probes.trained_rows:
+        return sum_served_drift(backend, minibatch, probes)
+    return np.zeros((minibatch.drift_bin_count, 2))
+
+
 def sum_served_drift(
     backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches
 ) -> np.ndarray:
@@ -207,19 +206,16 @@ def sum_served_drift(
     gradients in progress are lost: there must be none.
     """
     found: list[Tensor] = [torch.zeros(minibatch.drift_bin_count, 2, dtype=torch.float64)]
-
-    def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
-        found.append(
-            minibatch.measure_drift(
-                probes.micro_batches[index], probes.trained_rows[index], logprobs
-            ).cpu()
-        )
-
     try:
         with torch.no_grad():
-            backend.run_micro_batches(
-                probes.micro_batches, probes.trained_rows, finish, replay=False
-            )
+            for index, _, logprobs, _ in backend.iter_scores(
+                probes.micro_batches, probes.trained_rows, replay=False
+            ):
+                if logprobs is not None:
+                    drift = minibatch.measure_drift(
+                        probes.micro_batches[index], probes.trained_rows[index], logprobs
+                    )
+                    found.append(drift.cpu())
     finally:
         backend.reset_forward_state()
     total = torch.stack(found).sum(dim=0).numpy()

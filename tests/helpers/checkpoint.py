@@ -23,7 +23,7 @@ from r3async.config import Config, config_from_dict
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.micro_batches import MicroBatch, pack_samples
-from r3async.learner.trainer import train_minibatch
+from tests.helpers.steps import train_minibatch
 
 
 def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: int) -> Config:

@@ -11,9 +11,9 @@ from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.micro_batches import MicroBatch
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.parity import of_rank
+from tests.helpers.steps import train_minibatch
 
 RATE = 0.01
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from r3async.config import Config, LoraConfig
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import checkpoint as hc
 from tests.helpers.parity import batch, of_rank
+from tests.helpers.steps import train_minibatch
 
 RANK, ALPHA = 3, 6.0
 

@@ -39,17 +39,17 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """Return one step's loss, its reduced gradients under checkpoint names (on rank 0), and what the step left
     behind."""
-    from r3async.learner.drift_metrics import compute_gap_moments
     from r3async.learner.megatron.backend import MegatronLearner
     from r3async.learner.megatron.weights import gather_weights
     from r3async.learner.metrics import build_minibatch_result
-    from r3async.learner.trainer import accumulate_gradients, begin_minibatch
+    from r3async.learner.minibatch import ProbeBatches
+    from r3async.learner.train_step import agree_on_counts, forward_backward, measure_minibatch
 
     learner = MegatronLearner.from_pretrained(settings, Path(model_path))
     try:
         mine = of_rank(micro_batches, learner.ranks.dp_rank, settings.learner.parallel.dp)
-        minibatch = begin_minibatch(learner, mine)
-        accumulate_gradients(learner, minibatch)
+        minibatch = agree_on_counts(learner, mine)
+        forward_backward(learner, minibatch)
         optimizer = learner.optimizer
         masters = {id(p): m for p, m in zip(optimizer.parameters, optimizer._masters, strict=True)}
         for master in optimizer._masters:
@@ -59,16 +59,9 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
             reducer.reduce_gradients([m.grad for m in optimizer._masters])
         norm = reducer.compute_squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.mappings, lambda p: masters[id(p)].grad)
-        total = minibatch.reduce_loss_sums()
-        drift, by_episode = minibatch.reduce_drift(np.zeros((minibatch.drift_bin_count, 2)))
-        result = build_minibatch_result(
-            minibatch,
-            total,
-            drift,
-            compute_gap_moments(by_episode),
-            optimizer.skip_step(minibatch.skip_cause),
-            learner.replay,
-        )
+        no_probes = ProbeBatches([], []), np.zeros((minibatch.drift_bin_count, 2))
+        measured = measure_minibatch(learner, minibatch, *no_probes)
+        result = build_minibatch_result(measured, optimizer.skip_step(minibatch.skip_cause), learner.replay)
         assert learner.replay.current_routes is None
         assert learner.replay._open_routes == []
         return {

@@ -147,7 +147,7 @@ async def run(model: Path, run_dir: Path) -> dict[str, Any]:
     shares = [of_rank(pack_samples(samples, 48), rank, 2) for rank in range(2)]
 
     async def train(version: int) -> None:
-        await torch_lane.run(lambda: ranks.train_minibatches([shares], version=version))
+        await torch_lane.run(lambda: ranks.run_minibatches([shares], version=version))
 
     for version in range(VERSIONS):
         if version:

@@ -14,10 +14,10 @@ from r3async.learner import MinibatchResult
 from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import learner
 from tests.helpers.learner import fully_recorded
 from tests.helpers.models import forced_routes, load_hf, make_samples, save_random
+from tests.helpers.steps import train_minibatch
 
 VOCAB, EXPERTS, TOP_K = 97, 8, 2
 LENGTHS = [9, 40, 5, 17, 40, 6]

@@ -13,11 +13,11 @@ from r3async.data.routes import RoutingError
 from r3async.learner import LearnerError
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import collate_samples, pack_samples
-from r3async.learner.trainer import train_minibatch
 from r3async.record.merged_traces import merge_traces
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
 from tests.helpers.parity import LENGTHS, batch, config, of_rank
+from tests.helpers.steps import train_minibatch
 
 EVERYTHING = {"dp": 2, "tp": 2, "ep": 4}
 STAGES = {"tp": 2, "pp": 2, "ep": 2}

@@ -10,10 +10,10 @@ import torch
 from r3async.config import Config, config_from_dict
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import MicroBatch, pack_samples
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns
 from tests.helpers.parity import LENGTHS, of_rank
+from tests.helpers.steps import train_minibatch
 from tests.ranks.test_parallel_parity import LARGE_LAYOUTS, LAYOUTS
 
 PROBED = (1, 4, 5)

@@ -12,8 +12,9 @@ import transformers as tf
 from r3async.learner import LearnerError
 from r3async.learner.micro_batches import MicroBatch, collate_samples, make_padding_batch, pack_samples
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import train_minibatch
+from r3async.learner.train_step import agree_on_counts
 from tests.helpers import torch as ht
+from tests.helpers.steps import train_minibatch
 from tests.helpers.torch import settings
 
 QWEN2 = {"intermediate_size": 56, "moe_intermediate_size": 40, "num_experts": 8, "shared_expert_intermediate_size": 40}
@@ -149,7 +150,7 @@ def _passes(path: Path, micro_batches: list[MicroBatch], out: Path) -> tuple[Any
     learner.save_pretrained(out)
     assert (out / "model.safetensors.index.json").is_file(), "on every rank, when the call returns"
     with pytest.raises(LearnerError, match="between 1 and 2 micro-batches"):
-        train_minibatch(learner, mine[: 1 + dist.get_rank()])
+        agree_on_counts(learner, mine[: 1 + dist.get_rank()])
     with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 1, but 2 ranks"):
         TorchLearner.from_pretrained(settings(), path)
     return (

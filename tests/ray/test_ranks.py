@@ -54,9 +54,9 @@ def both(request, model_path, tmp_path_factory, local_ray):
 
 def test_ranks_in_actors_train_what_one_process_trains(both, model_path, tmp_path):
     settings, alone, ranked, directory = both
-    expected = alone.train_minibatches([[batch()], [batch()]], version=0, trace=True)
+    expected = alone.run_minibatches([[batch()], [batch()]], version=0, trace=True)
     assert ranked.vocab_size == hm.VOCAB
-    results = ranked.train_minibatches([for_two_ranks(), for_two_ranks()], version=0, trace=True)
+    results = ranked.run_minibatches([for_two_ranks(), for_two_ranks()], version=0, trace=True)
     for ours, exact in zip(results, expected, strict=True):
         assert ours.metrics == pytest.approx(exact.metrics, rel=1e-4, abs=1e-6)
         traced = [i for t in ours.traces for i in t.sample_ids]
@@ -72,13 +72,13 @@ def test_ranks_in_actors_train_what_one_process_trains(both, model_path, tmp_pat
     ranked.snapshot_weights(3)
     with ThreadPoolExecutor(1) as writer:  # beside a step
         writing = writer.submit(ranked.write_version)
-        ranked.train_minibatches([for_two_ranks()], version=1)
+        ranked.run_minibatches([for_two_ranks()], version=1)
         manifest = writing.result(60).manifest
     verify_version_file(manifest)
     ranked.snapshot_weights(4)
     manifest = ranked.write_version(versions_in_use=[3]).manifest
     assert manifest.version == 4
-    alone.train_minibatches([[batch()]], version=1)
+    alone.run_minibatches([[batch()]], version=1)
     ranked.save_model(tmp_path / "saved")
     saved, exact = hm.load_weights(tmp_path / "saved"), load_file(manifest.path)
     source = load_file(model_path / "model.safetensors")
@@ -127,5 +127,5 @@ def test_a_rank_that_dies_and_may_not_start_again_ends_the_step_with_its_number(
     os.kill(ranked.processes[1][0], signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(LearnerError, match="rank 1 of the learner was lost"):
-        ranked.train_minibatches([for_two_ranks()], version=2)
+        ranked.run_minibatches([for_two_ranks()], version=2)
     assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

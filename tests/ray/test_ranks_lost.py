@@ -23,16 +23,16 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("local_ray")]
 
 STEPS = 6
 KILLS = [
-    {"rank": 1, "call": "train_minibatches", "at": "forward"},
-    {"rank": 0, "call": "train_minibatches", "at": "all_reduce"},
+    {"rank": 1, "call": "run_minibatches", "at": "forward"},
+    {"rank": 0, "call": "run_minibatches", "at": "all_reduce"},
     {"rank": 1, "call": "stage_recovery_copy", "at": "begin"},
     {"rank": 0, "call": "snapshot_weights", "at": "begin"},
     {"rank": 1, "call": "write_snapshot", "at": "begin"},
     {"rank": 0, "call": "write_checkpoint", "at": "begin"},
     {"rank": 1, "call": "stage_checkpoint", "at": "end"},
-    {"rank": 0, "call": "train_minibatches", "at": "end"},
-    {"rank": 1, "call": "train_minibatches", "at": "all_reduce"},
-    {"rank": 0, "call": "train_minibatches", "at": "forward"},
+    {"rank": 0, "call": "run_minibatches", "at": "end"},
+    {"rank": 1, "call": "run_minibatches", "at": "all_reduce"},
+    {"rank": 0, "call": "run_minibatches", "at": "forward"},
 ]
 """In this order: the first one whose rank makes its call ends its process at that point."""
 
@@ -101,7 +101,7 @@ def play(model_path, directory, kills, **parallel):
         with ThreadPoolExecutor(2) as others:
             writing = storing = None
             for step in range(STEPS):
-                results = learner.train_minibatches([shares(step)], version=step)
+                results = learner.run_minibatches([shares(step)], version=step)
                 metrics.append([r.metrics for r in results])
                 if writing is not None:
                     versions.append(load_file(writing.result(120).manifest.path))

@@ -12,13 +12,13 @@ from r3async.learner import build_learner
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.row_shares import COLLECTIVE_BUCKET_ELEMENTS
 from r3async.learner.token_logprobs import LOGIT_CHUNK_ELEMENTS, token_logprobs
-from r3async.learner.trainer import train_minibatch
 from r3async.tools import memory
 from r3async.tools.adapted import count_adapters
 from r3async.tools.layouts import find_fitting_layouts
 from r3async.tools.memory import estimate_rank_memory, find_model_shape
 from r3async.tools.plan import make_run_plan
 from tests.helpers import models as hm
+from tests.helpers.steps import train_minibatch
 
 TOKENS = 512
 SHAPES = {

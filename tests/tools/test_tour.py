@@ -28,7 +28,7 @@ def find_definition(file: str, name: str) -> ast.AST:
 def calls_of(node: ast.AST) -> list[str]:
     """Return the dotted names that a function calls, in the order of its text.
 
-    A call of another actor, `self.learner.call("train_step")`, is `self.learner.train_step`.
+    A call of another actor, `self.learner.call("run_step")`, is `self.learner.run_step`.
     """
     calls = []
     for call in ast.walk(node):

@@ -164,7 +164,7 @@ def test_steps_prepared_while_others_train_are_bit_by_bit_the_same(learners, tmp
             thread = threading.Thread(target=prepare, args=[step + 1])
             if beside:
                 thread.start()
-            done.append(trainer.train_step(step + 1, step, ready.pop(step)))
+            done.append(trainer.update_weights(step + 1, step, ready.pop(step)))
             if not beside:
                 thread.start()
             thread.join(LIMIT)

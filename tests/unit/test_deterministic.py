@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import batches, settings
+from tests.helpers.steps import train_minibatch
 
 
 @pytest.fixture

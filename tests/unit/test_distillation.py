@@ -94,7 +94,7 @@ def test_a_learner_moves_toward_a_teacher_of_another_size_without_any_reward(tmp
         teachers = said[np.concatenate([m.table["loss_mask"] for m in batches])]
         order = [int(name[1:]) for m in batches for name in m.sample_ids]
         distances.append(reverse_kl(own[order], teachers))
-        (result,) = learner.train_minibatches([[batches]], version=step)
+        (result,) = learner.run_minibatches([[batches]], version=step)
         assert result.metrics["optimizer/updates"] == 1, "a reward with zero variance is no cause to make no update"
         assert "distillation/reverse_kl" in result.metrics
     assert distances[-1] < 0.3 * distances[0], distances

@@ -10,8 +10,9 @@ from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.metrics import LAST_EPOCH_METRIC, combine_results
 from r3async.learner.micro_batches import pack_for_ranks
 from r3async.learner.optimizer import count_updates
-from r3async.learner.trainer import train_minibatch, train_minibatches
+from r3async.learner.train_step import train_step
 from tests.helpers import models as hm
+from tests.helpers.steps import train_minibatch
 
 
 def settings(epochs, lr=1e-2, **algorithm):
@@ -41,13 +42,13 @@ def same(one, other):
 def test_epochs_are_the_same_updates_as_the_minibatches_given_again(tmp_path):
     model = hm.make_hf_model(tmp_path / "m")
     two, by_hand = build_learner(settings(2), model), build_learner(settings(1), model)
-    results = train_minibatches(two, minibatches(), version=0)
+    results = train_step(two, minibatches(), version=0)
     expected = [train_minibatch(by_hand, m, version=0) for _ in range(2) for m in minibatches()]
     assert len(results) == two.optimizer.update_count == 4
     assert [r.metrics for r in results] == [r.metrics for r in expected]
     assert same(weights_of(two), weights_of(by_hand))
     once = build_learner(settings(1), model)
-    train_minibatches(once, minibatches(), version=0)
+    train_step(once, minibatches(), version=0)
     assert not same(weights_of(two), weights_of(once))
 
 
@@ -56,7 +57,7 @@ def test_the_anchor_is_of_before_the_first_epoch_in_all_of_them(tmp_path):
     algorithm = {"policy_loss": "ppo", "anchor": "recomputed", "rollout_kl": {"coef": 0.0}}
     learner = LocalRank.load(settings(2, **algorithm), hm.make_hf_model(tmp_path / "m"))
     samples = hm.make_samples(3, [20, 30, 25, 15])
-    first, second = learner.train_minibatches([pack_for_ranks(samples, 128)], version=0, trace=True)
+    first, second = learner.run_minibatches([pack_for_ranks(samples, 128)], version=0, trace=True)
     mean = np.concatenate([s.table["advantages"][s.table["loss_mask"]] for s in samples]).mean()
     assert first.metrics["loss/policy"] == pytest.approx(-mean, abs=1e-6)
     assert second.metrics["loss/policy"] != pytest.approx(-mean, abs=1e-4)
@@ -69,13 +70,13 @@ def test_the_anchor_is_of_before_the_first_epoch_in_all_of_them(tmp_path):
 def test_an_epoch_that_would_go_too_far_makes_no_update(tmp_path):
     model = hm.make_hf_model(tmp_path / "m")
     free = build_learner(settings(3, lr=0.1), model)
-    drifts = [r.metrics["rollout_kl/k3"] for r in train_minibatches(free, minibatches()[:1], version=0)]
+    drifts = [r.metrics["rollout_kl/k3"] for r in train_step(free, minibatches()[:1], version=0)]
     assert drifts[0] < drifts[1]
     limit = (drifts[0] + drifts[1]) / 2
     held = build_learner(settings(3, lr=0.1, rollout_kl={"max": limit}), model)
     once = build_learner(settings(1, 0.1), model)
-    results = train_minibatches(held, minibatches()[:1], version=0)
-    train_minibatches(once, minibatches()[:1], version=0)
+    results = train_step(held, minibatches()[:1], version=0)
+    train_step(once, minibatches()[:1], version=0)
     assert [r.metrics["optimizer/broken"] for r in results] == [0, 1, 1]
     assert same(weights_of(held), weights_of(once))
     assert combine_results(results, epochs=3).metrics["optimizer/updates"] == 1

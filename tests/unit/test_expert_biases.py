@@ -11,12 +11,12 @@ from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict
 from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError, build_learner
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.expert_biases import RATE, biases_of, counted, moved, settings
 from tests.helpers.parity import batch
+from tests.helpers.steps import train_minibatch
 
 BACKENDS = ["megatron", "torch"]
 

@@ -12,10 +12,10 @@ from r3async.config import config_from_dict, config_to_dict
 from r3async.learner.megatron.experts import order_by_expert
 from r3async.learner.replay import RowExchange
 from r3async.learner.stacked_experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import batches
 from tests.helpers.checkpoint import settings as learner_settings
+from tests.helpers.steps import train_minibatch
 
 
 def loop(x, w1, w2, gates, chosen):

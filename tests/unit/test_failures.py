@@ -14,7 +14,6 @@ from r3async.envs import Message, StepResult
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import train_minibatch
 from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask, build_failed_trajectory
 from r3async.rollout.lease_player import is_engine_failure
@@ -27,6 +26,7 @@ from r3async.schedule.validation import validate_trajectories
 from tests.helpers import torch as ht
 from tests.helpers.playing import make_player, play_lease
 from tests.helpers.serving import ready, renderer
+from tests.helpers.steps import train_minibatch
 
 RETRIES = 1
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3async.learner.micro_batches import MicroBatch, pack_samples
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings
+from tests.helpers.steps import train_minibatch
 
 ALWAYS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
 """Operators whose result, or its size, has to reach the host."""

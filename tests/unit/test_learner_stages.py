@@ -8,7 +8,7 @@ import pytest
 from r3async.data.metrics import METRICS
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import pack_samples
-from r3async.learner.trainer import train_minibatches
+from r3async.learner.train_step import train_step
 from r3async.record.process_time import LagMeter, StageTimer
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
@@ -26,7 +26,7 @@ def test_a_step_is_accounted_for_by_stage(tmp_path):
             seconds.read_increment()
             before = time.process_time()
             for version in range(3):
-                await lane.run(train_minibatches, learner, [micro_batches], version=version)
+                await lane.run(train_step, learner, [micro_batches], version=version)
             return seconds.read_increment(), time.process_time() - before
         finally:
             meter.stop()

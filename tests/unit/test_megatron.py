@@ -18,11 +18,11 @@ from r3async.learner.model import read_model_shape
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.packed_attention import plan_buckets
 from r3async.learner.token_logprobs import token_logprobs
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.learner import LENGTHS, fully_recorded, replace_columns, settings
 from tests.helpers.parity import assert_equal, batch, config, gradients_of_rank, reference
+from tests.helpers.steps import train_minibatch
 from tests.helpers.torch import reference_step
 from tests.helpers.unheld import end_groups
 

@@ -11,11 +11,11 @@ from r3async.data.model_shape import parse_model_shape
 from r3async.data.models import ARCHITECTURES
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import pack_samples
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.equality import assert_equal_transformers
 from tests.helpers.learner import LENGTHS, fully_recorded, gradients, logits, settings
+from tests.helpers.steps import train_minibatch
 
 SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 2, "num_key_value_heads": 4, "rope_theta": 1e6}
 """Changes of "qwen3_moe" that make its first and its last layer dense."""

@@ -18,7 +18,7 @@ from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import MicroBatch, collate_samples, make_padding_batch, pack_samples
 from r3async.learner.replay import RoutingReplay
-from r3async.learner.trainer import accumulate_gradients, begin_minibatch
+from r3async.learner.train_step import agree_on_counts, forward_backward
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
@@ -230,7 +230,7 @@ def build(model_path):
 
 def step_gradients(learner: MegatronLearner, micro_batches) -> dict[str, torch.Tensor]:
     """Gradients of one step, which is not taken."""
-    accumulate_gradients(learner, begin_minibatch(learner, micro_batches))
+    forward_backward(learner, agree_on_counts(learner, micro_batches))
     taken = {n: g.clone() for n, g in gradients(learner).items()}
     learner.optimizer.zero_grad()
     return taken
@@ -250,9 +250,9 @@ def test_no_replay_is_stale_on_a_padding_micro_batch(build):
     learner.config.learner.parallel = config(dp=2).learner.parallel
     for tokens in (1, 20, 33):
         padding = make_padding_batch(real, tokens)
-        minibatch = begin_minibatch(learner, [real, padding, real])
+        minibatch = agree_on_counts(learner, [real, padding, real])
         assert minibatch.micro_batches[1] is padding
-        accumulate_gradients(learner, minibatch)
+        forward_backward(learner, minibatch)
         found = {n: g.clone() for n, g in gradients(learner).items()}
         learner.optimizer.zero_grad()
         counts = learner.replay.pop_counts()

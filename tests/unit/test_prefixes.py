@@ -13,13 +13,13 @@ from r3async.learner.backend import LearnerBackend
 from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_samples, pad_to_multiple
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.shared_prefixes import find_prefix_overlap
-from r3async.learner.trainer import train_minibatch
 from r3async.record.merged_traces import merge_traces
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
 from tests.helpers.learner import replace_columns
 from tests.helpers.learner import settings as learner_settings
 from tests.helpers.parity import gradients_of_rank
+from tests.helpers.steps import train_minibatch
 
 LAYERS, TOP_K = 2, 3
 

@@ -15,10 +15,10 @@ from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.metrics import combine_results
 from r3async.learner.micro_batches import pack_for_ranks
 from r3async.learner.prepare import prepare_minibatches
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
 from tests.helpers.parity import batch
+from tests.helpers.steps import train_minibatch
 from tests.unit.test_buffer import make_trajectory
 
 
@@ -153,7 +153,7 @@ def test_log_probs_before_the_first_update_are_the_anchor_of_every_minibatch(tmp
     learner = LocalRank.load(config, hm.make_hf_model(tmp_path / "m"))
     samples = hm.make_samples(3, [20, 30, 25, 15])
     minibatches = [pack_for_ranks(samples[:2], 64), pack_for_ranks(samples[2:], 64)]
-    first, second = learner.train_minibatches(minibatches, version=0)
+    first, second = learner.run_minibatches(minibatches, version=0)
     # With a ratio of exactly 1 the loss is minus the mean advantage.
     advantages = np.concatenate([s.table["advantages"][s.table["loss_mask"]] for s in samples[:2]])
     assert first.metrics["loss/policy"] == pytest.approx(-advantages.mean(), abs=1e-6)

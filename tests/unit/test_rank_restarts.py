@@ -342,14 +342,14 @@ class Answers:
 def test_what_ranks_fail_with_says_whether_one_was_lost(answers, kind, message):
     actors = Answers(*answers)
     with pytest.raises(LearnerError, match=message) as raised:
-        RankCalls(actors, range(2)).call_all("train_minibatches")
+        RankCalls(actors, range(2)).call_all("run_minibatches")
     assert type(raised.value) is kind
     assert actors.killed == 2
 
 
 def test_the_base_waits_for_copies_that_are_not_written():
     log = RecoveryLog(copy_steps=1)
-    train, snapshot, stage = LocalRank.train_minibatches, LocalRank.snapshot_weights, LocalRank.stage_checkpoint
+    train, snapshot, stage = LocalRank.run_minibatches, LocalRank.snapshot_weights, LocalRank.stage_checkpoint
     for change in (RankCall(train), RankCall(snapshot, (1,)), RankCall(train), RankCall(stage)):
         log.add(change)
     assert log.is_copy_due
@@ -365,5 +365,5 @@ def test_the_base_waits_for_copies_that_are_not_written():
 
 def test_a_log_that_keeps_nothing_holds_nothing():
     log = RecoveryLog(copy_steps=0)
-    log.add(RankCall(LocalRank.train_minibatches))
+    log.add(RankCall(LocalRank.run_minibatches))
     assert (log.calls, log.is_copy_due) == ([], False)

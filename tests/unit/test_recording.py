@@ -47,7 +47,7 @@ def record(run, config, path, steps=range(1, STEPS + 1), lineage=0, learner=None
         trainer = Trainer(config, cost, LocalRank(config, backend), NoTrace(), NullReporter(), stand_in)
         try:
             for step in steps:
-                recorder.add(step, step - 1, trainer.train_step(step, step - 1, trainer.prepare_step(played(step))))
+                recorder.add(step, step - 1, trainer.update_weights(step, step - 1, trainer.prepare_step(played(step))))
             await asyncio.wait_for(recorder.wait_written(), 30)
         finally:
             if learner is None:
@@ -205,7 +205,7 @@ def of_learner(change):
 
         return changed
 
-    return "trainer.begin_minibatch", around
+    return "train_step.agree_on_counts", around
 
 
 def groups_of_adam(name, factor):
@@ -270,7 +270,7 @@ PLANTED = {
         lambda call: lambda self, optimizer, biases: (moment(optimizer), call(self, optimizer, biases))[1],
         "moments",
     ),
-    "a figure that is counted otherwise": ("trainer.build_minibatch_result", counted, "metrics"),
+    "a figure that is counted otherwise": ("train_step.build_minibatch_result", counted, "metrics"),
 }
 
 

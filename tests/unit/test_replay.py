@@ -19,12 +19,12 @@ from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import collate_samples, pack_samples
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import learner as megatron
 from tests.helpers import models
 from tests.helpers import models as hm
 from tests.helpers import torch as plain
 from tests.helpers.learner import LENGTHS, fully_recorded, replace_columns, with_routes
+from tests.helpers.steps import train_minibatch
 
 
 class Trained(NamedTuple):

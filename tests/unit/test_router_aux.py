@@ -7,10 +7,10 @@ import torch
 from r3async.config import ConfigError, config_from_dict
 from r3async.learner import build_learner
 from r3async.learner.micro_batches import collate_samples, pack_samples
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns, settings
 from tests.helpers.parity import LENGTHS, gradients_of_rank
+from tests.helpers.steps import train_minibatch
 
 COEF = 0.7
 

@@ -21,7 +21,6 @@ from r3async.data.versions import expand_version_spans
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.micro_batches import MicroBatch
-from r3async.learner.trainer import train_minibatch
 from r3async.rollout import build_engine
 from r3async.rollout.engine import EngineError, GenerationRequest, sample_probe
 from r3async.rollout.scripted import (
@@ -38,6 +37,7 @@ from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import make_scripted_engine
+from tests.helpers.steps import train_minibatch
 from tests.helpers.world import Clock, Outside
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
@@ -429,7 +429,7 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
                 await each.start()
                 await each.install_version(manifest, 5)
             if not version:
-                local.train_minibatches([[batch()]], version=0)
+                local.run_minibatches([[batch()]], version=0)
         assert torch.equal(load_file(manifest.path)[DIGEST_TENSOR], local.backend.export_weights()[DIGEST_TENSOR])
         scores = np.stack([local.score_tokens(TEXT), local.score_tokens(TEXT, temperature)])
         for each, passes in ((engine, True), (stale, False)):

@@ -34,17 +34,20 @@ from r3async.learner.limited_update import (
 )
 from r3async.learner.metrics import combine_results
 from r3async.learner.micro_batches import pack_samples
+from r3async.learner.minibatch import MeasuredMinibatch, ProbeBatches
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.rank_group import SINGLE_RANK
 from r3async.learner.results import DriftSums, GapMoments
-from r3async.learner.served_drift import ProbeBatches, build_probes, choose_probes
-from r3async.learner.trainer import Trainer, train_minibatch, train_minibatches
+from r3async.learner.served_drift import build_probes, choose_probes
+from r3async.learner.train_step import train_step
+from r3async.learner.trainer import Trainer
 from r3async.learner.trust_region import TrustRegion
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns, settings
 from tests.helpers.parity import of_rank
+from tests.helpers.steps import train_minibatch
 from tests.unit.test_trust_region_run import optimizer_state, trajectories
 
 LENGTHS = [9, 30, 5, 17, 24, 6]
@@ -226,8 +229,8 @@ class Rank:
     def __init__(self, backend: Any):
         self.backend = backend
 
-    def train_minibatches(self, minibatches: Any, *, version: int, trace: bool = False) -> Any:
-        return train_minibatches(self.backend, [own for (own,) in minibatches], version=version, trace=trace)
+    def run_minibatches(self, minibatches: Any, *, version: int, trace: bool = False) -> Any:
+        return train_step(self.backend, [own for (own,) in minibatches], version=version, trace=trace)
 
 
 @pytest.mark.parametrize(("limit", "updates"), [(1e-9, [1]), (1e6, []), (None, [])])
@@ -238,7 +241,7 @@ def test_an_update_beyond_the_limit_is_made_counted_and_reported(model_path, lim
     tracer = SimpleNamespace(should_trace=lambda samples: False, write_trace=lambda *args: None)
     trainer = Trainer(config, CostModel(), Rank(learner), tracer, log, lambda trajectory: trajectory)
     prepared = trainer.prepare_step([trajectories(0, batch())])
-    metrics = trainer.train_step(1, 0, prepared).metrics
+    metrics = trainer.update_weights(1, 0, prepared).metrics
     assert (metrics["optimizer/updates"], metrics["optimizer/skipped"]) == (1, 0)
     assert metrics["optimizer/beyond_limit"] == len(updates)
     told = [each for name, each in events if name == "drift_beyond_limit"]
@@ -327,7 +330,8 @@ def test_a_step_that_lowers_a_drift_that_was_not_measured_is_made_as_far_as_it_r
     replayed[0] = 20, 10
     drift = DriftSums(replayed, replayed, np.zeros((DRIFT_BINS, 2)))
     unused: Any = None
-    update = limit_update(backend, unused, ProbeBatches([unused], []), drift, OptimizerUpdate(0.0, 0.1))
+    measured = MeasuredMinibatch(unused, ProbeBatches([unused], []), unused, drift, unused)
+    update = limit_update(backend, measured, OptimizerUpdate(0.0, 0.1))
     assert update.step_share == 0.5
     assert shares == [1.0, 0.5, 0.0, 0.5]
 

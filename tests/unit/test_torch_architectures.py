@@ -18,12 +18,12 @@ from r3async.learner import LearnerError
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import ATTENTION_NAME, PackedModel
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
 from tests.helpers.equality import assert_equal_transformers
 from tests.helpers.learner import LENGTHS, fully_recorded
+from tests.helpers.steps import train_minibatch
 from tests.helpers.torch import SHARED, logits, settings
 
 

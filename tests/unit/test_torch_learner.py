@@ -12,9 +12,9 @@ from r3async.data.routes import RoutingError
 from r3async.data.tokens import Sample
 from r3async.learner.micro_batches import collate_samples, make_padding_batch, pack_samples, pad_to_multiple
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht
 from tests.helpers.models import forced_routes, gates_of, load_hf, make_samples, score
+from tests.helpers.steps import train_minibatch
 from tests.helpers.torch import settings
 
 VARIANTS = {

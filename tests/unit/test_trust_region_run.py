@@ -21,13 +21,13 @@ from r3async.learner.advantages import assign_advantages, has_variance
 from r3async.learner.metrics import combine_results
 from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_samples
 from r3async.learner.prepare import prepare_minibatches
-from r3async.learner.trainer import train_minibatch
 from r3async.record.reading import read_json_objects
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
 from tests.helpers.learner import settings as learner_settings
 from tests.helpers.parity import of_rank
+from tests.helpers.steps import train_minibatch
 from tests.unit.test_buffer import make_trajectory
 
 LENGTHS = [9, 40, 5, 17, 33, 6, 21]
@@ -247,7 +247,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
             for index, samples in enumerate(given):
                 for trajectory in trajectories(index, samples):
                     actor.components.inbox.buffer.add(trajectory, 100)
-                step = await asyncio.wait_for(actor.train_step(), 60)
+                step = await asyncio.wait_for(actor.run_step(), 60)
                 assert step is not None
                 await asyncio.wait_for(actor.write_version(), 60)  # as the conductor asks for, beside the next step
                 assert isinstance(actor.model.ranks, LocalRank)
@@ -345,8 +345,8 @@ def test_of_two_minibatches_the_one_with_zero_variance_makes_no_update(model_pat
     config = with_every_term(backend)
     both, only = (LocalRank.load(config, model_path) for _ in range(2))
     good, bad = (pack_for_ranks(samples, BUDGET) for samples in (contrast(), flat()))
-    results = both.train_minibatches([good, bad], version=0)
-    only.train_minibatches([good], version=0)
+    results = both.run_minibatches([good, bad], version=0)
+    only.run_minibatches([good], version=0)
     assert unchanged(state_of(only.backend), state_of(both.backend))
     metrics = combine_results(results).metrics
     assert (metrics["optimizer/updates"], metrics["optimizer/skipped"], metrics["optimizer/zero_variance"]) == (1, 1, 0)

@@ -52,7 +52,7 @@ def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(t
         learner.set_weight_transport("shared_memory")
         learner.snapshot_weights(0)
         before = load_file(tmp_path / "model" / "model.safetensors")
-        learner.train_minibatches([[batch()]], version=0)
+        learner.run_minibatches([[batch()]], version=0)
         with pytest.raises(LearnerError, match="version 0 has not been written: version 1 has to wait"):
             learner.snapshot_weights(1)
         first = load_file(learner.write_version().manifest.path)
@@ -131,7 +131,7 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "prepare_step", lambda self, groups: PreparedStep(groups, [], [], [], {}, []))
     trained = {"optimizer/skipped": 0}
     monkeypatch.setattr(
-        Trainer, "train_step", lambda self, n, version, ready: StepOutcome(trained, ready.groups, [], [])
+        Trainer, "update_weights", lambda self, n, version, ready: StepOutcome(trained, ready.groups, [], [])
     )
     monkeypatch.setattr(r3async.actors.learner, "compute_episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(r3async.actors.learner, "make_trained_step", lambda *args: {})
@@ -146,9 +146,9 @@ def learner(tmp_path, monkeypatch):
 
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
     backend = learner.model.ranks
-    assert (await learner.train_step()).has_new_weights
+    assert (await learner.run_step()).has_new_weights
     first = asyncio.create_task(learner.write_version())
-    second_step = asyncio.create_task(learner.train_step())
+    second_step = asyncio.create_task(learner.run_step())
     while learner.model.counts.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
@@ -167,20 +167,20 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
 
 async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(learner):
     learner.model.ranks.failure = ValueError("no such tensor")  # what a disk lacks is waited for
-    await learner.train_step()
+    await learner.run_step()
     learner.model.ranks.may_write.release()
     with pytest.raises(ValueError, match="no such tensor"):
         await asyncio.wait_for(learner.write_version(), LIMIT)
-    assert (await asyncio.wait_for(learner.train_step(), LIMIT)).version == 2
+    assert (await asyncio.wait_for(learner.run_step(), LIMIT)).version == 2
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
     learner.components.version_writer.write_seconds = 0.1
-    await learner.train_step()
+    await learner.run_step()
     with pytest.raises(
         TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"
     ):
-        await asyncio.wait_for(learner.train_step(), LIMIT)
+        await asyncio.wait_for(learner.run_step(), LIMIT)
 
 
 class RemoteLearner(StandIn):
@@ -194,7 +194,7 @@ class RemoteLearner(StandIn):
         self.steps = 0
         self.written: list[int] = []
 
-    async def train_step(self, is_last=False, with_probe_scores=False):
+    async def run_step(self, is_last=False, with_probe_scores=False):
         while len(self.written) < self.steps - 1:  # noqa: ASYNC110 - one copy waits
             await asyncio.sleep(0.005)
         self.steps += 1

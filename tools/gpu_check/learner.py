@@ -24,7 +24,7 @@ from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.micro_batches import MicroBatch, pack_samples
 from r3async.learner.packing_plan import build_cost_model
-from r3async.learner.trainer import train_minibatch
+from r3async.learner.train_step import train_step
 from r3async.untrusted import decode_python_json
 from r3async.weights.version_store import VersionStore
 
@@ -95,7 +95,7 @@ def write_facts(
             "replayed": np.concatenate(learner.logprobs(batches)),
             "own": np.concatenate(learner.logprobs(batches, replay=False)),
         }
-        first, second = (train_minibatch(learner, batches).metrics for _ in range(2))
+        first, second = (train_step(learner, [batches])[0].metrics for _ in range(2))
         facts["norms"] = np.array([first["grad_norm"], second["grad_norm"]])
         facts["agreement"] = np.array([first["routing/agreement"]])
         weights = learner.export_weights()
@@ -178,12 +178,12 @@ def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
     for name, steps in (("whole", 3), ("first", 1)):
         with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
             for _ in range(steps):
-                train_minibatch(learner, batches)
+                train_step(learner, [batches])
             parts.append(_written(learner, place.out / f"resume-{name}"))
     with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
         learner.restore_state(LearnerStateReader([parts[1]]))
         for _ in range(2):
-            train_minibatch(learner, batches)
+            train_step(learner, [batches])
         parts.append(_written(learner, place.out / "resume-resumed"))
     whole = LearnerStateReader([parts[0]])
     resumed = LearnerStateReader([parts[2]])
@@ -216,12 +216,12 @@ def step_of_30b_layers(
     settings = {"backend": backend, "dtype": "bfloat16", "recompute": recompute}
     with learner_of(model, budget, **settings) as learner:
         loaded = torch.cuda.memory_allocated() / GIB if place.cuda else 0.0
-        train_minibatch(learner, batches)
+        train_step(learner, [batches])
         if place.cuda:
             torch.cuda.reset_peak_memory_stats()
         place.synchronize()
         began = time.perf_counter()
-        metrics = train_minibatch(learner, batches).metrics
+        metrics = train_step(learner, [batches])[0].metrics
         place.synchronize()
         seconds = time.perf_counter() - began
         tokens = sum(m.num_tokens for m in batches)
@@ -275,7 +275,7 @@ def _profiled(
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.cuda else [])]
     ) as taken:
-        train_minibatch(learner, batches)
+        train_step(learner, [batches])
         place.synchronize()
     calls = {event.key: event.count for event in taken.key_averages()}
     (place.out / f"profile-{name}.txt").write_text(

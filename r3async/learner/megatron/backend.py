@@ -20,7 +20,12 @@ from torch import Tensor
 
 from r3async.config import Config
 from r3async.data.model_shape import ModelShapeError
-from r3async.learner.backend import LearnerBackend, TokenScores
+from r3async.learner.backend import (
+    LearnerBackend,
+    MicroBatchLoss,
+    MicroBatchScores,
+    TokenScores,
+)
 from r3async.learner.deterministic_gather import DeterministicGather
 from r3async.learner.device_upload import upload_array
 from r3async.learner.expert_biases import ExpertBias
@@ -47,7 +52,7 @@ from r3async.learner.megatron.weights import (
 from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.model import MegatronModelShape, open_model_files, read_model_shape
 from r3async.learner.optimizer import MasterAdamW, count_updates
-from r3async.learner.replay import MicroBatchRoutes, RouteBinder
+from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.results import LearnerError
 from r3async.learner.shard_slice import ShardSlice
 from r3async.learner.token_logprobs import select_supports, token_logprobs
@@ -238,49 +243,55 @@ class MegatronLearner(LearnerBackend):
         may be read-only."""
         return upload_array(array, self._device)
 
-    def run_schedule(
+    def iter_scores(
         self,
-        forward: Callable[[int, RouteBinder], Any],
-        on_output: Callable[[int, Any], Tensor | None],
-        count: int,
+        micro_batches: Sequence[MicroBatch],
+        rows: Sequence[np.ndarray],
         *,
-        backward: bool,
-    ) -> None:
-        """Run micro-batches one after the other, or through several pipeline stages by 1F1B.
-
-        1F1B begins forward passes before earlier micro-batches have had their backward.
-        """
+        replay: bool = True,
+        keep_choices: bool = False,
+        pipeline_loss: MicroBatchLoss | None = None,
+    ) -> Iterator[MicroBatchScores]:
+        """Run micro-batches one after the other, or through several pipeline stages by 1F1B."""
         if self.config.learner.parallel.pp == 1:
-            super().run_schedule(forward, on_output, count, backward=backward)
-            return
-
-        def last(index: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            loss = on_output(index, hidden)
-            return (
-                hidden.new_zeros(()) if loss is None else loss,
-                torch.zeros([], dtype=torch.int),
-                {},
+            yield from super().iter_scores(
+                micro_batches, rows, replay=replay, keep_choices=keep_choices
             )
+            return
+        done: list[MicroBatchScores] = []
+
+        def finish(index: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            logprobs, entropies = self.score_tokens(hidden, micro_batches[index], rows[index])
+            if pipeline_loss is None:
+                done[index] = done[index]._replace(logprobs=logprobs, entropies=entropies)
+                loss = hidden.new_zeros(())
+            else:
+                loss = pipeline_loss(index, logprobs, entropies)
+            return loss, torch.zeros([], dtype=torch.int), {}
 
         with self.replay.bind_pipelined() as bind, cpu.map_cuda_to_cpu():
 
-            def step(
+            def begin(
                 iterator: Iterator[int], _: HiddenStatesModel
             ) -> tuple[Tensor, Callable[[Tensor], Any]]:
                 index = next(iterator)
-                return forward(index, bind), partial(last, index)
+                micro_batch = micro_batches[index]
+                routes = bind(micro_batch, keep_choices) if replay else None
+                done.append(MicroBatchScores(index, routes if keep_choices else None, None, None))
+                return self.forward(micro_batch, rows[index], routes), partial(finish, index)
 
             forward_backward_pipelining_without_interleaving(
-                forward_step_func=step,
-                data_iterator=iter(range(count)),
+                forward_step_func=begin,
+                data_iterator=iter(range(len(micro_batches))),
                 model=self.model,
-                num_microbatches=count,
+                num_microbatches=len(micro_batches),
                 # Stages send each other the length of every micro-batch; these are
                 # only first guesses.
                 seq_length=1,
                 micro_batch_size=1,
-                forward_only=not backward,
+                forward_only=pipeline_loss is None,
             )
+        yield from done
 
     def broadcast_logprobs(self, values: Sequence[np.ndarray]) -> None:
         if self.config.learner.parallel.pp > 1:

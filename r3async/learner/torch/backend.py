@@ -169,10 +169,16 @@ class TorchLearner(LearnerBackend):
         """Free the parameters that FSDP gathered for a pass without a backward, or for
         one that failed.
 
-        Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients in
-        progress are lost.
+        Otherwise the next pass would not see what the optimizer writes meanwhile. Raises
+        `LearnerError` if gradients wait for the optimizer: they would be lost.
         """
         if isinstance(self.model, FSDPModule):
+            if any(parameter.grad is not None for parameter in self.optimizer.parameters):
+                raise LearnerError(
+                    "with learner.backend=torch and several ranks, a forward-only pass would lose "
+                    "the gradients of the backward passes before it: make it before them, or after "
+                    "the optimizer's step"
+                )
             # FSDP's own reset (in torch 2.13) overlooks the gradients of parameters that are whole
             # at this moment, and would add them to those of the next pass.
             self.model.zero_grad()

@@ -30,12 +30,12 @@ from r3async.actors.evaluator import Evaluator
 from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.remote_generators import check_shares_run_directory
+from r3async.actors.run_setup import RunSetup
 from r3async.actors.tasks import TaskSource
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.checkpoint import CheckpointSchedule, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORD_FILES, ConductorState
 from r3async.config import Config, config_from_dict
-from r3async.data.versions import FIRST_LINEAGE, Lineage
 from r3async.data.write_sizes import UNKNOWN_SIZES, WriteSizes
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.process_time import LagMeter, StageTimer
@@ -76,26 +76,22 @@ class Conductor:
     def __init__(
         self,
         world: World,
-        run_id: str,
-        config: dict[str, Any],
-        run_dir: str,
+        setup: RunSetup,
         learner: ActorRef,
         generators: Mapping[str, ActorRef],
         resume_state: RunState | None = None,
-        lineage: Lineage = FIRST_LINEAGE,
     ):
         """Set up the run's state; nothing is loaded before `run`.
 
         Args:
             resume_state: State of the checkpoint that the run resumes from.
-            lineage: Lineage of this start of the run.
         """
         self.world = world
-        self._lock = prepare_process(world, Path(run_dir), "conductor")
-        self.config: Config = config_from_dict(config)
-        self.run_id = run_id
-        self.run_dir = Path(run_dir)
-        self.lineage = lineage
+        self.run_dir = Path(setup.run_dir)
+        self._lock = prepare_process(world, self.run_dir, "conductor")
+        self.config: Config = config_from_dict(setup.config)
+        self.run_id = setup.run_id
+        self.lineage = setup.lineage
         self.learner = learner
         self.events = open_event_log(self.run_dir, "conductor", world=world)
         self._remote_events = AppendFile(self.run_dir / EVENTS_FILE, world=world)
@@ -467,8 +463,6 @@ class Conductor:
         self._phase = "delivering weights"
         published = await self.learner.call("publish_version")
         installer = VersionInstaller(
-            self.config,
-            self.events,
             self.fleet,
             self.learner,
             learner_address=learner_address,
@@ -659,14 +653,10 @@ class Conductor:
     def _build_stall_monitor(self, installer: VersionInstaller) -> StallMonitor:
         return StallMonitor(
             self.world,
-            self.config,
             self.run_dir,
-            self.events,
-            fleet=self.fleet,
             dispatcher=self.dispatcher,
             installer=installer,
             evaluator=self.evaluator,
-            learner=self.learner,
             write_seconds=self.config.weights.resolve_write_timeout(
                 self._write_sizes.version_bytes
             ),

@@ -17,6 +17,7 @@ from r3async.actors.ranks import RemoteRanks, load_learner
 from r3async.actors.remote_generators import RemoteModelFiles, publish_model_files
 from r3async.actors.reserved_places import RunPlacements, reserve_placements
 from r3async.actors.run_directory import RunDirectory, restart_run
+from r3async.actors.run_setup import RunSetup
 from r3async.checkpoint import Checkpoint, CheckpointDirectory
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.checkpoint.run_starts import RunIdentity, begin_lineage, describe_origin
@@ -119,13 +120,10 @@ class RunLauncher:
         # processes of their own.
         learner = actors.spawn_actor(
             self.learner_class,
-            self.run_id,
-            as_set,
+            RunSetup(self.run_id, as_set, directory, lineage),
             model,
-            directory,
             places.ranks,
             str(resume.path.absolute()) if resume else "",
-            lineage,
             config.transport.host,
             name="learner",
             actor_options=places.learner,
@@ -135,12 +133,9 @@ class RunLauncher:
         def spawn(name: str, place: ActorOptions) -> ActorRef:
             return actors.spawn_actor(
                 self.generator_class,
+                RunSetup(self.run_id, with_secrets, directory, lineage),
                 name,
-                self.run_id,
-                with_secrets,
                 self._offer_model() if len(actors.list_nodes()) > 1 else model,
-                directory,
-                lineage.number,
                 *parts,
                 name=name,
                 actor_options=place,
@@ -152,13 +147,10 @@ class RunLauncher:
         )
         conductor = actors.spawn_actor(
             self.conductor_class,
-            self.run_id,
-            plain,
-            directory,
+            RunSetup(self.run_id, plain, directory, lineage),
             learner,
             crew.generators,
             resume.state if resume else None,
-            lineage,
             name="conductor",
             # On the driver's node, because both write the run's records.
             actor_options=ActorOptions(0, max_concurrency=max(1000, 4 * count), same_node=True),

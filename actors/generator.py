@@ -26,6 +26,7 @@ from r3async.actors.remote_generators import (
     fetch_model_files,
     shares_run_directory,
 )
+from r3async.actors.run_setup import RunSetup
 from r3async.actors.weight_transport import build_weight_receiver
 from r3async.config import EnvConfig, config_from_dict, config_to_dict, resolve_envs
 from r3async.data.tokens import Trajectory
@@ -106,37 +107,32 @@ class GeneratorActor:
     def __init__(
         self,
         world: World,
+        setup: RunSetup,
         generator_id: str,
-        run_id: str,
-        config: dict[str, Any],
         model_path: str | RemoteModelFiles,
-        run_dir: str,
-        lineage: int = 1,
         make_environment: Callable[[EnvConfig], EnvironmentFactory] = build_environment_factory,
     ):
         """Prepare the process; `start` loads the engine.
 
         Args:
-            lineage: Number of this start's lineage, within which the versions of weights are
-                counted.
             make_environment: Makes environments that the configuration alone does not describe.
         """
         self.world = world
-        self._lock = prepare_process(world, Path(run_dir), generator_id)
+        self.run_dir = Path(setup.run_dir)
+        self._lock = prepare_process(world, self.run_dir, generator_id)
         self.generator_id = generator_id
-        self.run_id = run_id
-        self.config = config_from_dict(config)
+        self.run_id = setup.run_id
+        self.config = config_from_dict(setup.config)
         self.model_path = model_path
-        self.run_dir = Path(run_dir)
-        self.lineage = lineage
+        self.lineage = setup.lineage.number
         self._make_environment = make_environment
-        away = not shares_run_directory(self.run_dir, lineage, world.files)
+        away = not shares_run_directory(self.run_dir, self.lineage, world.files)
         self._unsent_events = list[bytes]()
         self._events = open_event_log(
             self.run_dir,
             generator_id,
             world=world,
-            on_line=self._unsent_events.append if away else None,
+            unsent=self._unsent_events if away else None,
         )
         self._timeline = Timeline(
             self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from r3async.actors.generator_probe import ProbeFailed, probe_generator
-from r3async.config import Config
 from r3async.rollout.engine import EngineLostError, InstallReport
 from r3async.schedule.health import HealthState
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY, resolve_probe_tolerance
@@ -57,7 +56,6 @@ class VersionInstaller:
     The run ends at once if an engine has installed something else than what was published.
 
     Args:
-        events: A structlog logger.
         learner_address: Address of the learner, to which generators connect.
         probe_tokens: Tokens of the probe's text, if there is a probe.
         newest_published: Newest version of the `learner`, the only one that is still delivered.
@@ -65,8 +63,6 @@ class VersionInstaller:
 
     def __init__(
         self,
-        config: Config,
-        events: Any,
         fleet: Fleet,
         learner: ActorRef,
         learner_address: LearnerAddress,
@@ -74,10 +70,10 @@ class VersionInstaller:
         newest_published: Published,
         world: World = REAL_WORLD,
     ):
-        self._config = config
-        self._events = events
         self.fleet = fleet
-        self._learner = learner
+        self._config = fleet.config
+        self._events = fleet.events
+        self.learner = learner
         self.learner_address = learner_address
         self._probe_tokens = probe_tokens
         self.newest_published = newest_published
@@ -342,7 +338,7 @@ class VersionInstaller:
         version = published.version
         if scores is None and generator.probed_version < 0:
             try:  # without a limit: `StallMonitor` judges whether the learner answers at all
-                scores = await self._learner.call("score_probe", version)
+                scores = await self.learner.call("score_probe", version)
             except ActorLostError as error:  # a loss of the learner, not of the generator
                 raise ProcessLost(f"the learner did not score the probe's text: {error}") from error
         if scores is not None:
@@ -376,7 +372,7 @@ class VersionInstaller:
             await call_with_limit(
                 self._config,
                 "weights.write_timeout",
-                self._learner,
+                self.learner,
                 "save_failed_version",
                 manifest,
                 failure="it was not written",

@@ -23,6 +23,8 @@ from r3async.actors.delivery import WRITE_DISK_HINT, Published, VersionWriter
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.ranks import RemoteRanks, load_learner
 from r3async.actors.remote_generators import shares_run_directory
+from r3async.actors.run_setup import RunSetup
+from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep, TrajectoryInbox
 from r3async.actors.weight_transport import build_weight_server, with_reachable_host
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
@@ -30,7 +32,6 @@ from r3async.checkpoint.state import LEARNER_RECORD_FILES, ConductorState, Train
 from r3async.config import config_from_dict, resolve_envs
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Trajectory
-from r3async.data.versions import FIRST_LINEAGE, Lineage
 from r3async.data.write_sizes import read_write_sizes
 from r3async.learner.packing_plan import CostModel, build_cost_model
 from r3async.record.events import open_event_log
@@ -64,24 +65,6 @@ if TYPE_CHECKING:
 
 
 LEARNER_CLOSE_SECONDS = 5.0
-
-
-@dataclass
-class StepCounts:
-    """The progress of a run, as the learner counts it.
-
-    A step without an update (nothing to train, a gradient that is not finite) counts too: slots are
-    freed by it, and generators see time pass.
-
-    Attributes:
-        steps: Steps made.
-        version: Versions published.
-        since_publication: Steps made, and groups consumed, since the last version was published.
-    """
-
-    steps: int = 0
-    version: int = 0
-    since_publication: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -177,31 +160,29 @@ class LearnerActor:
     def __init__(
         self,
         world: World,
-        run_id: str,
-        config: dict[str, Any],
+        setup: RunSetup,
         model_path: str,
-        run_dir: str,
         rank_placements: Sequence[ActorOptions] = (),
         resume_path: str = "",
-        lineage: Lineage = FIRST_LINEAGE,
         transport_host: str = "",
     ):
         """Prepare the process; `start` loads the model.
 
         Args:
-            config: The configuration as the user set it, which checkpoints record.
+            setup: Its configuration is as the user set it: checkpoints record it.
             rank_placements: Placements of the ranks, if they are actors of their own.
             resume_path: Path of the checkpoint that a resumed run begins from.
             transport_host: Value of an unset `transport.host` that follows from the run's hosts;
                 empty: the address by which other hosts reach this one.
         """
         self.world = world
-        self._lock = prepare_process(world, Path(run_dir), "learner")
-        self.config = config_from_dict(config)
-        self.run_id = run_id
+        self._setup = setup
+        self.run_dir = Path(setup.run_dir)
+        self._lock = prepare_process(world, self.run_dir, "learner")
+        self.config = config_from_dict(setup.config)
+        self.run_id = setup.run_id
         self.model_path = Path(model_path)
-        self.run_dir = Path(run_dir)
-        self.lineage = lineage
+        self.lineage = setup.lineage
         self._rank_placements = rank_placements
         self._resume_path = Path(resume_path) if resume_path else None
         self._transport_host = transport_host
@@ -216,7 +197,7 @@ class LearnerActor:
         self._writer_lane = world.threads.new_worker("writer")
         self._packer_lane = world.threads.new_worker("prepare")
         self._recorder = StepRecorder(
-            self.run_dir, self.config, lineage, self.events.warning, world=world
+            self.run_dir, self.config, self.lineage, self.events.warning, world=world
         )
         self._trained_file = AppendFile(self.run_dir / TRAINED_FILE, world=world)
         self._write_sizes = read_write_sizes(self.config, self.model_path, files=world.files)
@@ -313,15 +294,13 @@ class LearnerActor:
         world = self.world
         inbox = self.inbox_class(
             world,
-            self.run_id,
+            self._setup,
             config,
-            self.run_dir,
-            self.lineage,
             self.events,
             buffer=model.buffer,
             routing=RoutingShape(**routing) if routing else None,
             vocab_size=model.ranks.vocab_size,
-            version=lambda: model.counts.version,
+            counts=model.counts,
         )
         from r3async.learner.trainer import Trainer  # loads torch, which this process has by now
 

@@ -12,16 +12,14 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from r3async.actors.evaluator import Evaluator
 from r3async.actors.lease_dispatcher import LeaseDispatcher
-from r3async.config import Config
 from r3async.schedule.health import HealthState
 from r3async.schedule.watchdog import Stall, Watchdog
-from r3async.world import ActorRef, World
+from r3async.world import World
 
-from .fleet import Fleet, FleetGenerator, end_generator
+from .fleet import FleetGenerator, end_generator
 from .installer import VersionInstaller
 from .learner import LearnerStatus
 from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed
@@ -50,7 +48,6 @@ class StallMonitor:
     all), and `run` (everybody waits for somebody).
 
     Args:
-        learner: The learner's actor.
         write_seconds: Seconds that writing one version may take.
         stop_requested: After it, as during an evaluation, work that nobody has
             begun is not a stall.
@@ -59,34 +56,30 @@ class StallMonitor:
     def __init__(
         self,
         world: World,
-        config: Config,
         run_dir: Path,
-        events: Any,
         *,
-        fleet: Fleet,
         dispatcher: LeaseDispatcher,
         installer: VersionInstaller,
         evaluator: Evaluator,
-        learner: ActorRef,
         write_seconds: float,
         stop_requested: asyncio.Event,
     ):
         self.world = world
-        self.config = config
         self.run_dir = run_dir
-        self.events = events
-        self._fleet = fleet
+        self._fleet = installer.fleet
+        self.config = self._fleet.config
+        self.events = self._fleet.events
         self._dispatcher = dispatcher
         self._installer = installer
         self._evaluator = evaluator
-        self._learner = learner
+        self._learner = installer.learner
         self._stop_requested = stop_requested
         self._clock = world.clock.monotonic
         self._learner_status = LearnerStatus()
         """Status that the learner reported last."""
-        self._status_call = PolledCall(partial(learner.call, "get_status"))
+        self._status_call = PolledCall(partial(self._learner.call, "get_status"))
         self._requeue_task: asyncio.Task[None] | None = None
-        supervise = config.supervise
+        supervise = self.config.supervise
         # A call with a limit of its own should fail by that first, because its message is better.
         limits = {"training": supervise.step_seconds, "publishing": write_seconds + RPC_SECONDS}
         self.watchdog = Watchdog(self._clock, supervise.stall_seconds, limits)

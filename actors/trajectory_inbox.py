@@ -16,11 +16,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from r3async.actors.run_setup import RunSetup
+from r3async.actors.step_counts import StepCounts
 from r3async.actors.weight_transport import resolve_endpoint
 from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Trajectory
-from r3async.data.versions import Lineage
 from r3async.learner import LearnerError, RejectedTrajectory
 from r3async.learner.advantages import group_has_variance
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
@@ -61,32 +62,31 @@ class TrajectoryInbox:
         buffer: Buffer of groups, which knows what a resumed run has trained already.
         routing: Shape of the routes that engines record.
         vocab_size: Size of the vocabulary of the learner's model.
-        version: `version()` returns the version of the learner's weights.
+        counts: What the learner counts; its version is that of the learner's weights.
     """
 
     def __init__(
         self,
         world: World,
-        run_id: str,
+        setup: RunSetup,
         config: Config,
-        run_dir: Path,
-        lineage: Lineage,
         events: Any,
         *,
         buffer: GroupBuffer,
         routing: RoutingShape | None,
         vocab_size: int,
-        version: Callable[[], int],
+        counts: StepCounts,
     ):
+        run_dir = Path(setup.run_dir)
         schedule = config.schedule
         self._world = world
         self._config = config
-        self._lineage = lineage
+        self._lineage = setup.lineage
         self._events = events
         self.buffer = buffer
         self.routing = routing
         self._vocab_size = vocab_size
-        self._version = version
+        self._counts = counts
         self.staleness_bound = compute_staleness_bound(schedule)
         self._slot_count = count_slots(schedule)
         self._quarantine = TrajectoryQuarantine(
@@ -104,7 +104,7 @@ class TrajectoryInbox:
             )
         self.keys, self.keys_for_generators = resolve_learner_keys(config.transport, world.files)
         self.receiver = TrajectoryReceiver(
-            run_id,
+            setup.run_id,
             config.transport,
             keys=self.keys,
             group_size=schedule.group_size,
@@ -213,7 +213,7 @@ class TrajectoryInbox:
         check = partial(
             validate_trajectories,
             vocab_size=self._vocab_size,
-            learner_version=self._version(),
+            learner_version=self._counts.version,
             max_tokens=self._config.learner.max_tokens_per_micro_batch,
             routing=self.routing,
             group_size=self._config.schedule.group_size,

@@ -19,6 +19,7 @@ from dev.chaos.relay import Direction, MessageRelay, NoiseRates, TcpProxy
 from r3async.actors.driver import RunHandle, RunLauncher
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor, TrainStepResult
+from r3async.actors.run_setup import RunSetup
 from r3async.data.control_messages import Ack, Deliver, decode_control, join_item_frames
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import decode_trajectory
@@ -117,13 +118,11 @@ class ChaosGenerator(GeneratorActor):
     come over a `TcpProxy`, into a folder that no other generator uses.
     """
 
-    def __init__(
-        self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any
-    ):
-        self._is_separate_host = config["weights"]["backend"] == "tcp"
+    def __init__(self, world: World, setup: RunSetup, generator_id: str, *args: Any):
+        self._is_separate_host = setup.config["weights"]["backend"] == "tcp"
         if self._is_separate_host:
             os.environ[HOST_NAME_VARIABLE] = generator_id
-        super().__init__(world, generator_id, run_id, config, *args)
+        super().__init__(world, setup, generator_id, *args)
         weights = self.config.weights
         if self._is_separate_host and weights.directory:
             weights.directory = str(generator_memory(weights.directory, generator_id))

@@ -83,15 +83,15 @@ class _EventWriter:
     """The structlog logger that writes rendered lines; structlog calls the method named after
     the event's level."""
 
-    def __init__(self, file: AppendFile, console: bool, on_line: Callable[[bytes], object] | None):
+    def __init__(self, file: AppendFile, console: bool, unsent: list[bytes] | None):
         self._file = file
         self._console = console
-        self._also = on_line
+        self._unsent = unsent
 
     def _write_line(self, line: bytes) -> None:
         self._file.append(line)
-        if self._also is not None:
-            self._also(line)
+        if self._unsent is not None:
+            self._unsent.append(line)
         if self._console:
             with contextlib.suppress(OSError, MalformedError):
                 sys.stderr.write(format_event(decode_json_object(line)) + "\n")
@@ -106,7 +106,7 @@ def open_event_log(
     world: World = REAL_WORLD,
     console: bool = False,
     keeper: RecordFlusher | None = None,
-    on_line: Callable[[bytes], object] | None = None,
+    unsent: list[bytes] | None = None,
 ) -> Any:
     """Return a structlog bound logger for one process of a run:
     `events.info("weights_installed", version=3)`.
@@ -120,12 +120,12 @@ def open_event_log(
         role: Name of the process, on every line.
         console: Show each line on stderr too.
         keeper: The process's record flusher; defaults to that of `world`.
-        on_line: Called with each rendered line.
+        unsent: Each rendered line is added to it, for who sends the lines elsewhere.
     """
     keeper = world.record_flusher if keeper is None else keeper
     logger = structlog.wrap_logger(
         _EventWriter(
-            AppendFile(Path(run_dir) / EVENTS_FILE, world=world, flusher=keeper), console, on_line
+            AppendFile(Path(run_dir) / EVENTS_FILE, world=world, flusher=keeper), console, unsent
         ),
         processors=[structlog.processors.format_exc_info, _EventRenderer(world.clock.time)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),

@@ -132,7 +132,7 @@ async def loaded(handles):
     tokens = await fleet.encode_probe_text()
     assert tokens == TOKENS
     way = LearnerAddress("tcp://learner", "shared_memory")
-    return VersionInstaller(config, fleet.events, fleet, Learner(), way, tokens, published(0), Outside(clock))
+    return VersionInstaller(fleet, Learner(), way, tokens, published(0), Outside(clock))
 
 
 def membership(installer):

@@ -15,6 +15,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.installer import VersionInstaller
 from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.tools.train import train
 from r3async.world import ActorLostError
@@ -112,7 +113,9 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
     config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
     learner = Silent("start") if slow == "learner" else Silent()
     generator = Silent("start") if slow == "generator" else Generator()
-    conductor = Conductor(REAL_WORLD, "run", config_to_dict(config), str(tmp_path), learner, {"generator-0": generator})
+    conductor = Conductor(
+        REAL_WORLD, RunSetup("run", config_to_dict(config), str(tmp_path)), learner, {"generator-0": generator}
+    )
     with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):
         await asyncio.wait_for(conductor.run(), 60)
 
@@ -121,7 +124,7 @@ async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_n
     monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install_version")})
-    installer = VersionInstaller(config, fleet.events, fleet, StandIn(), LearnerAddress("", ""), None, published(0))
+    installer = VersionInstaller(fleet, StandIn(), LearnerAddress("", ""), None, published(0))
     with pytest.raises(
         ActorLostError, match=r"generator-0: no answer to `install_version` within .* \(weights\.install_timeout\)"
     ):

@@ -113,7 +113,7 @@ sys.stdin.read()
         process.communicate(timeout=60)
         assert asyncio.run(lock.acquire_exclusive(10))
     for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
-        assert "prepare_process(world, Path(run_dir)" in inspect.getsource(actor.__init__)
+        assert "self._lock = prepare_process(world, " in inspect.getsource(actor.__init__)
 
 
 async def spool_put(directory):

@@ -9,6 +9,7 @@ import pytest
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded, latest_call_only, run_once
+from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
@@ -104,7 +105,7 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
             return senders[-1]
 
     config = load_config("quickstart", ["schedule.group_size=2", "supervise.silence_seconds=1"])
-    actor = Player(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(tmp_path))
+    actor = Player(REAL_WORLD, RunSetup("run", config_to_dict(config), str(tmp_path)), "g", "nowhere")
     asked = {"before": 0, "after": 0}
 
     async def lease(who, group, last, message):

@@ -76,5 +76,5 @@ def test_who_sees_the_runs_directory_sees_its_newest_start(tmp_path):
 
 def test_events_are_in_the_file_and_reported(tmp_path):
     reported = []
-    open_event_log(tmp_path, "generator-0", on_line=reported.append).info("generator_started", pid=3)
+    open_event_log(tmp_path, "generator-0", unsent=reported).info("generator_started", pid=3)
     assert [msgspec.json.decode(line) for line in reported] == read_json_objects(tmp_path / EVENTS_FILE)

@@ -13,6 +13,7 @@ from r3async.actors.fleet import Fleet
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded
+from r3async.actors.run_setup import RunSetup
 from r3async.checkpoint.evaluations import read_evaluations, write_evaluation
 from r3async.config import config_from_dict, config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
@@ -272,7 +273,7 @@ def made(monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
 
     def make(directory, config, engine, chat, sender=None):
-        actor = GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(directory))
+        actor = GeneratorActor(REAL_WORLD, RunSetup("run", config_to_dict(config), str(directory)), "g", "nowhere")
         actor.make_engine = lambda *args: engine
         actor.make_renderer = lambda *args: chat
         actor.make_sender = lambda *args: sender

@@ -13,6 +13,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded, RunFailed
+from r3async.actors.run_setup import RunSetup
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError, InstallReport
@@ -307,7 +308,7 @@ async def test_while_a_scored_version_is_on_its_way_no_other_is_scored(installer
 
 
 async def test_a_restarted_generator_is_probed_with_what_it_has_or_the_next_version(installer, fleet, handles):
-    fresh, generator, learner = handles["generator-0"], fleet["generator-0"], installer._learner
+    fresh, generator, learner = handles["generator-0"], fleet["generator-0"], installer.learner
     for learner.version, probed in ((2, 2), (3, -1)):
         installer.newest_published = unscored(2)
         generator.probed_version = -1
@@ -333,13 +334,13 @@ async def test_a_failed_probe_names_generator_version_and_tensor(installer, flee
     with pytest.raises(RunFailed, match=message):
         await deliver(installer, 3)
     assert fleet["generator-1"].version == 0
-    assert installer._learner.kept == [3]
+    assert installer.learner.kept == [3]
     assert ("version_kept", {"version": 3, "directory": FAILED_MODEL_DIRECTORY}) in fleet.events.seen
 
 
 async def test_a_version_that_cannot_be_kept_does_not_hide_why_the_probe_failed(installer, fleet, handles):
     handles["generator-1"].wrong["score_tokens"] = scores(2)
-    installer._learner.disk_is_full = True
+    installer.learner.disk_is_full = True
     with pytest.raises(RunFailed, match="version 3 of the weights in generator-1 does not answer like the learner's"):
         await deliver(installer, 3)
     assert ("version_not_kept", {"version": 3, "error": "the disk is full"}) in fleet.events.seen
@@ -495,7 +496,7 @@ async def test_weights_that_a_generator_confirmed_before_it_was_lost_are_not_its
 
 async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.conductor.prepare_process", lambda *args: None)
-    conductor = Conductor(REAL_WORLD, "run", config_to_dict(fleet.config), str(tmp_path), StandIn(), {})
+    conductor = Conductor(REAL_WORLD, RunSetup("run", config_to_dict(fleet.config), str(tmp_path)), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
     conductor.dispatcher = LeaseDispatcher(conductor.admission, fleet, StandIn(), asyncio.Event())
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)

@@ -12,6 +12,7 @@ import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
 from r3async.actors.lease_client import LeaseClient, VersionGate
 from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall
+from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError
 from r3async.schedule.admission import GroupLease
@@ -39,7 +40,7 @@ async def conductor(tmp_path, monkeypatch) -> AsyncIterator[Conductor]:
     monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
     settings = ["schedule.prompts_per_step=1", "schedule.group_size=2", "schedule.max_staleness=0", "steps=9"]
     config = config_to_dict(load_config("quickstart", settings))
-    made = Conductor(REAL_WORLD, "run", config, str(tmp_path), Lacks(), {"a": StandIn(), "b": StandIn()})
+    made = Conductor(REAL_WORLD, RunSetup("run", config, str(tmp_path)), Lacks(), {"a": StandIn(), "b": StandIn()})
     for generator in made.fleet:
         generator.health.mark_loaded()
         generator.health.mark_installed(0, 0)

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
+from r3async.actors.run_setup import RunSetup
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
+from r3async.data.versions import Lineage
 from r3async.data.wire import encode_trajectory
 from r3async.learner import prepare, trainer
 from r3async.learner.packing_plan import CostModel
@@ -227,7 +229,7 @@ async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_w
     config = config_to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
     engine: Any = SimpleNamespace(routing=ROUTING, version=3)
     renderer: Any = SimpleNamespace(eos_token_id=0)
-    actor = GeneratorActor(REAL_WORLD, "g0", "run", config, "model", str(tmp_path), lineage=3)
+    actor = GeneratorActor(REAL_WORLD, RunSetup("run", config, str(tmp_path), Lineage(3)), "g0", "model")
     inbox = Inbox()
     async with (
         receiving(inbox) as (_, endpoint),

@@ -14,6 +14,7 @@ import torch
 
 from r3async.actors.learner import LearnerActor, TrainStepResult
 from r3async.actors.rank_actor import LocalRank
+from r3async.actors.run_setup import RunSetup
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.learner import build_learner
@@ -236,7 +237,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
     monkeypatch.setattr("r3async.actors.learner.prepare_process", lambda *args: None)  # or the suite would write there
     plain = config_to_dict(settings())
     plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0
-    actor = LearnerActor(REAL_WORLD, "run", plain, str(model_path), str(tmp_path))
+    actor = LearnerActor(REAL_WORLD, RunSetup("run", plain, str(tmp_path)), str(model_path))
     given = [batches[0], shifted(batches[1]), batches[1]]
 
     async def run() -> list[tuple[TrainStepResult, int]]:

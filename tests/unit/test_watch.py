@@ -65,14 +65,12 @@ class Run:
         self.world = Outside(self.clock)
         self.watch = StallMonitor(
             self.world,
-            self.config,
             tmp_path,
-            logger,
-            fleet=self.fleet,
             dispatcher=self.dispatcher,
-            installer=SimpleNamespace(newest_published=SimpleNamespace(version=0)),
+            installer=SimpleNamespace(
+                newest_published=SimpleNamespace(version=0), fleet=self.fleet, learner=self.learner
+            ),
             evaluator=self.evaluator,
-            learner=self.learner,
             write_seconds=200.0,
             stop_requested=self.stop_requested,
         )

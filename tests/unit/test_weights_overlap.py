@@ -20,11 +20,12 @@ from r3async.actors.learner import (
     LearnerComponents,
     LearnerModel,
     LearnerStatus,
-    StepCounts,
     TrainStepResult,
 )
 from r3async.actors.process import RunFailed
 from r3async.actors.rank_actor import LocalRank
+from r3async.actors.run_setup import RunSetup
+from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep
 from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError
@@ -123,7 +124,7 @@ def learner(tmp_path, monkeypatch):
     """A learner, in this process, whose steps train nothing and take no time."""
     settings, backend = load_config("quickstart"), Backend()
     monkeypatch.setattr(r3async.actors.learner, "prepare_process", lambda *args: None)
-    actor = LearnerActor(REAL_WORLD, "run", config_to_dict(settings), "model", str(tmp_path))
+    actor = LearnerActor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), "model")
     timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch_lane, actor._writer_lane)
     publishing = VersionWriter(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
     monkeypatch.setattr(r3async.actors.learner, "check_staleness", lambda *args: None)
@@ -217,16 +218,14 @@ class RemoteLearner(StandIn):
 def conductor(tmp_path, monkeypatch):
     monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
     settings = load_config("quickstart", ["steps=5"])
-    return Conductor(REAL_WORLD, "run", config_to_dict(settings), str(tmp_path), StandIn(), {})
+    return Conductor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), StandIn(), {})
 
 
 @pytest.fixture
 def installer(conductor, monkeypatch):
     """Delivers what is published, in a while, to nobody."""
     fleet = conductor.fleet
-    made = VersionInstaller(
-        conductor.config, conductor.events, fleet, StandIn(), LearnerAddress("", ""), None, Published(publication(0))
-    )
+    made = VersionInstaller(fleet, StandIn(), LearnerAddress("", ""), None, Published(publication(0)))
     installed = []
 
     async def deliver():

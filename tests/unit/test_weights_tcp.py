@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
+from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import CorruptWeightsError, InstallReport
 from r3async.weights import delta, relay, tcp
@@ -235,7 +236,9 @@ async def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(learner,
     manifest, parts = learner.publish(0)
     publication = TransferOffer(hidden(msgspec.structs.replace(manifest, lineage=1)), parts)
     write_at(Path((await fetch(first, manifest, parts)).path), 5000, [b"??"])
-    actor = GeneratorActor(REAL_WORLD, "g1", "run", config_to_dict(load_config("quickstart")), "nowhere", str(tmp_path))
+    actor = GeneratorActor(
+        REAL_WORLD, RunSetup("run", config_to_dict(load_config("quickstart")), str(tmp_path)), "g1", "nowhere"
+    )
     engine = Verifying()
     actor._loaded, actor._connection = EngineAndRenderer(engine, None), LearnerConnection(None, second)
     assert ((await actor.install_version(publication)).version, engine.version) == (0, 0)

@@ -29,6 +29,7 @@ from dev.simulation.loop import CURRENT_PROCESS, VirtualHandle, VirtualLoop, Vir
 from dev.simulation.network import DelayRanges
 from dev.simulation.world import Simulation
 from r3async.actors.conductor import Conductor
+from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.world import ActorOptions, ActorRef, World
 
@@ -134,9 +135,7 @@ class MeasuredFleet:
             self._hosts.append(host)
             generators |= {name: HostedRef(name, host) for name in names}
         leads = (
-            "bench",
-            config,
-            str(run_dir),
+            RunSetup("bench", config, str(run_dir)),
             self._learner,
             {n: generators[n] for n in sorted(generators)},
         )

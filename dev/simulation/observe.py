@@ -66,6 +66,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
+from r3async.actors.run_setup import RunSetup
 from r3async.checkpoint import RunState
 from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path
 from r3async.data.control_messages import (
@@ -79,7 +80,6 @@ from r3async.data.control_messages import (
     join_item_frames,
 )
 from r3async.data.model_shape import RoutingShape
-from r3async.data.versions import Lineage
 from r3async.data.wire import decode_trajectory, decoded_bytes
 from r3async.data.wire_frames import WireError
 from r3async.learner.prepare import PreparedStep
@@ -304,26 +304,10 @@ def _watched_simulation(process: HostProcess) -> WatchedSimulation:
 
 
 class WatchedThreads(SimulatedThreads):
-    """Threads in which a training step takes its time. The tokenizer is read once for
-    all simulations."""
-
-    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if function == ChatRenderer.from_model:
-            return await super().run(_cached_renderer, function, *args)
-        return await super().run(function, *args, **kwargs)
+    """Threads in which a training step takes its time."""
 
     def new_worker(self, name: str) -> WorkerThread:  # type: ignore[override]
         return WatchedWorkerThread(super().new_worker(name), self._process)
-
-
-_RENDERERS: dict[str, Any] = {}
-
-
-def _cached_renderer(function: Callable[..., Any], *args: Any) -> Any:
-    key = repr(args)
-    if key not in _RENDERERS:
-        _RENDERERS[key] = function(*args)
-    return _RENDERERS[key]
 
 
 class WatchedWorkerThread:
@@ -375,7 +359,7 @@ class WatchedActors(SimulatedActors):
 def _start_fields(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return the fields of `LineageBegan` from a conductor's arguments: lineage and
     checkpoint of this start."""
-    lineage = next(arg for arg in args if isinstance(arg, Lineage))
+    lineage = next(arg.lineage for arg in args if isinstance(arg, RunSetup))
     state = next((arg for arg in args if isinstance(arg, RunState)), None)
     if state is None:
         return lineage.number, 0, 0, 0, 0, ()
@@ -462,8 +446,18 @@ def _observe_learner(kind: type) -> type:
     return ObservingLearner
 
 
+_RENDERERS: dict[tuple[str, str], ChatRenderer] = {}
+"""Renderers by path and template arguments: a tokenizer is read once for all simulations."""
+
+
 def _observe_generator(kind: type) -> type:
     class ObservingGenerator(kind):
+        def make_renderer(self, model_path: str) -> ChatRenderer:
+            key = model_path, repr(self.config.episode.template_args)
+            if key not in _RENDERERS:
+                _RENDERERS[key] = super().make_renderer(model_path)
+            return _RENDERERS[key]
+
         async def install_version(self, publication: Any) -> Any:
             simulation = _watched_simulation(self.world.process)
             who = self.generator_id

@@ -169,7 +169,13 @@ async def _serve_calls(pipe: Any, number: int) -> None:
 class ProcessPool:
     """A set of processes that answer calls."""
 
-    def __init__(self, target: Any, arguments: Sequence[tuple[Any, ...]]):
+    def __init__(
+        self,
+        target: Any,
+        arguments: Sequence[tuple[Any, ...]],
+        answer_seconds: float = ANSWER_SECONDS,
+    ):
+        self._answer_seconds = answer_seconds
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in arguments]
         self._pipes = [near for near, _ in pairs]
@@ -194,8 +200,8 @@ class ProcessPool:
             if args is None:
                 out.append(None)
                 continue
-            if not pipe.poll(ANSWER_SECONDS):
-                raise BenchError(f"{name} took longer than {ANSWER_SECONDS:g} s")
+            if not pipe.poll(self._answer_seconds):
+                raise BenchError(f"{name} took longer than {self._answer_seconds:g} s")
             try:
                 out.append(pipe.recv())
             except EOFError as error:
@@ -211,8 +217,10 @@ class ProcessPool:
 
 
 @contextlib.contextmanager
-def start_processes(target: Any, arguments: Sequence[tuple[Any, ...]]) -> Iterator[ProcessPool]:
-    pool = ProcessPool(target, arguments)
+def start_processes(
+    target: Any, arguments: Sequence[tuple[Any, ...]], answer_seconds: float = ANSWER_SECONDS
+) -> Iterator[ProcessPool]:
+    pool = ProcessPool(target, arguments, answer_seconds)
     try:
         yield pool
     finally:

@@ -88,7 +88,7 @@ def _build_graph(package: str, *, types: bool) -> grimp.ImportGraph:
 
 def _list_imports(graph: grimp.ImportGraph) -> dict[str, set[str]]:
     return {
-        module: set(graph.find_modules_directly_imported_by(module))
+        module: set(graph.find_modules_directly_imported_by(module)) - {module}
         for module in sorted(graph.modules)
     }
 

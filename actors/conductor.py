@@ -4,12 +4,12 @@ learner train, delivers versions of the weights and records each step. It never 
 `Conductor.run` is the run. Its components do not know it; they return, or set an event that one of
 its loops awaits:
 
-* `AdmissionController` (schedule/admission.py) decides which groups may be leased
+* `AdmissionController` (schedule/run_ahead.py) decides which groups may be leased
   with which version;
 * `LeaseDispatcher` (lease_dispatcher.py) answers the calls of generators with leases;
 * `TaskSource` (tasks.py) chooses the task of each group, and quarantines those that always fail;
 * `Fleet` (fleet.py) knows the generators and their health;
-* `FleetMembership` (membership.py) restarts generators, adds and removes them;
+* `GeneratorSupervisor` (generator_supervisor.py) restarts generators, adds and removes them;
 * `VersionInstaller` (installer.py) installs versions in engines, and probes them;
 * `Evaluator` (evaluator.py) plays evaluations beside training;
 * `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
@@ -41,8 +41,8 @@ from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.process_time import LagMeter, StageTimer
 from r3async.record.timeline import Timeline
 from r3async.record.writer import DeviceCounts, StepWriter
-from r3async.schedule.admission import AdmissionController
 from r3async.schedule.pace import PaceMonitor
+from r3async.schedule.run_ahead import AdmissionController
 from r3async.schedule.update_monitor import UpdateMonitor
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLostError, ActorRef, World
@@ -51,9 +51,9 @@ from r3async.world.disk_retries import RETRY_SECONDS, is_disk_error
 from r3async.world.stages import create_stage_task, stage
 
 from .fleet import Fleet, LearnerAddress
+from .generator_supervisor import GeneratorSupervisor
 from .installer import VersionInstaller
 from .learner import TrainStepResult
-from .membership import FleetMembership
 from .process import (
     RPC_SECONDS,
     ProcessLost,
@@ -120,7 +120,7 @@ class Conductor:
         self._stop_requested = asyncio.Event()
         self.fleet = Fleet(self.config, self.events, generators, clock)
         self.dispatcher = LeaseDispatcher(self.admission, self.fleet, learner, self._stop_requested)
-        self.membership = FleetMembership(
+        self.supervisor = GeneratorSupervisor(
             world, self.config, self.events, self.fleet, self.dispatcher, self._stop_requested
         )
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
@@ -173,16 +173,16 @@ class Conductor:
     # -- called by the driver ----------------------------------------------------------------------
 
     async def add_generator(self, generator_id: str, handle: ActorRef) -> str:
-        """Add a generator to the running fleet; see `FleetMembership.add_generator`."""
-        return await self.membership.add_generator(generator_id, handle)
+        """Add a generator to the running fleet; see `GeneratorSupervisor.add_generator`."""
+        return await self.supervisor.add_generator(generator_id, handle)
 
     async def remove_generator(self, generator_id: str) -> None:
-        """Remove a generator from the running fleet; see `FleetMembership.remove_generator`."""
-        await self.membership.remove_generator(generator_id)
+        """Remove a generator from the running fleet; see `GeneratorSupervisor.remove_generator`."""
+        await self.supervisor.remove_generator(generator_id)
 
     def list_excluded(self) -> list[str]:
-        """Return `FleetMembership.excluded_ids`."""
-        return self.membership.excluded_ids
+        """Return `GeneratorSupervisor.excluded_ids`."""
+        return self.supervisor.excluded_ids
 
     def get_status(self, since: int) -> dict[str, Any]:
         """Return the run's status for the live line. The call is cheap.
@@ -272,7 +272,7 @@ class Conductor:
                 ]
                 # Start the generators and restart those that are lost, from now on and
                 # beside the steps.
-                background.append(create_stage_task("deliver", self.membership.run()))
+                background.append(create_stage_task("deliver", self.supervisor.run()))
                 # Answer calls that wait for leases, when there is something to lease.
                 background.append(create_stage_task("lease", self.dispatcher.run()))
                 # Begin the evaluation that was due at this step, if it is not there; it is played
@@ -416,7 +416,7 @@ class Conductor:
             await self._resume_run(listening["newest_group"])
         self.task_source.extend_quarantine(self.admission.groups_leased)
         installer = await self._deliver_first_version(learner_address, probe_tokens)
-        self.membership.begin_membership(
+        self.supervisor.begin_supervision(
             installer, self.world.actors.current_actor(), infos[0], hosts
         )
         return installer

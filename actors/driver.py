@@ -16,10 +16,10 @@ from r3async.actors.rank_actor import LocalRank
 from r3async.actors.ranks import RemoteRanks, load_learner
 from r3async.actors.remote_generators import RemoteModelFiles, publish_model_files
 from r3async.actors.reserved_places import RunPlacements, reserve_placements
-from r3async.actors.run_directory import RunDirectory, restart_run
 from r3async.actors.run_setup import RunSetup
+from r3async.actors.start_or_resume import RunDirectory, restart_run
 from r3async.checkpoint import Checkpoint, CheckpointDirectory
-from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.resume_checks import fingerprint_model
 from r3async.checkpoint.run_starts import RunIdentity, begin_lineage, describe_origin
 from r3async.config import Config, ConfigError, EnvConfig, config_to_dict
 from r3async.data.versions import Lineage

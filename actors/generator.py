@@ -4,7 +4,7 @@ the learner, and installs new weights meanwhile.
 `GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (lease_client.py),
 has each played by a `RetryingPlayer` (rollout/lease_player.py) on an `Engine` (rollout/engine.py)
 behind a `VersionGate` (lease_client.py), and gives trajectories to a `TrajectorySender`
-(transport/sender.py). A `WeightReceiver` (weights/weight_transfer.py) fetches versions.
+(transport/sender.py). A `WeightReceiver` (weights/interfaces.py) fetches versions.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from r3async.rollout.evaluation_results import Evaluation
 from r3async.rollout.lease_player import RetryingPlayer, find_cause
 from r3async.rollout.play_context import PlayContext
 from r3async.rollout.renderer import ChatRenderer
-from r3async.schedule.admission import GroupLease
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.task_failures import EpisodeEnd
 from r3async.schedule.validation import find_invalid, validate_trajectories
 from r3async.transport.sender import TrajectorySender
+from r3async.weights.interfaces import TransferOffer, WeightReceiver
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.weight_transfer import TransferOffer, WeightReceiver
 from r3async.world import ActorRef, World
 from r3async.world.curve_keys import ClientKeys, TransportError, resolve_generator_keys
 from r3async.world.stages import create_stage_task, stage

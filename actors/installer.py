@@ -16,9 +16,9 @@ from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.disk_retries import DiskRetrier, is_disk_error
 from r3async.world.real import REAL_WORLD
 
-from .delivery import Published
 from .fleet import Fleet, FleetGenerator, LearnerAddress, end_generator
 from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit
+from .version_writer import Published
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ class VersionInstaller:
     async def install_first_version(self) -> None:
         """Connect all generators, and deliver the first version in the same way as every later one.
         Raises what an installation raised. Generators that are lost meanwhile are left to
-        `FleetMembership`."""
+        `GeneratorSupervisor`."""
         await asyncio.gather(*(self._connect_and_install(g) for g in self.fleet))
 
     async def _connect_and_install(self, generator: FleetGenerator) -> None:

@@ -3,7 +3,7 @@ window, and publishes weights.
 
 `LearnerActor.run_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
 (transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a
-step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionWriter` (delivery.py)
+step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionWriter` (version_writer.py)
 and a `CheckpointWriter` (checkpoint/writer.py) write what it made.
 """
 
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from r3async.actors.delivery import WRITE_DISK_HINT, Published, VersionWriter
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.ranks import RemoteRanks, load_learner
 from r3async.actors.remote_generators import shares_run_directory
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep, TrajectoryInbox
+from r3async.actors.version_writer import WRITE_DISK_HINT, Published, VersionWriter
 from r3async.actors.weight_transport import build_weight_server, with_reachable_host
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORD_FILES, ConductorState, TrainingState
@@ -48,7 +48,7 @@ from r3async.record.trained_trajectories import (
 )
 from r3async.schedule.difficulty import TaskScore, score_groups
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.staleness import check_staleness, compute_staleness_metrics
+from r3async.schedule.staleness_check import check_staleness, compute_staleness_metrics
 from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY

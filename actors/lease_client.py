@@ -20,9 +20,9 @@ from r3async.actors.leasing import (
 from r3async.config import Config
 from r3async.record.routes import parse_episode_id
 from r3async.rollout.engine import Engine, EngineLostError, Generation, GenerationRequest
-from r3async.schedule.admission import GroupLease
 from r3async.schedule.concurrency import ConcurrencyLimiter, useful_concurrency
 from r3async.schedule.pace import IdleTimeCounter
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.task_failures import EpisodeEnd
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorRef

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.record.process_time import CounterGrowth, LagMeter
-from r3async.schedule.admission import AdmissionController, GroupLease
+from r3async.schedule.run_ahead import AdmissionController, GroupLease
 from r3async.world import ActorRef
 
 from .fleet import Fleet, FleetGenerator

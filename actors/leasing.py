@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from r3async.schedule.admission import GroupLease
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.task_failures import EpisodeEnd
 
 HEARTBEAT_SECONDS = 5.0

@@ -26,6 +26,7 @@ from r3async.weights.host_weights import (
     copy_share_to_host,
     copy_to_host,
 )
+from r3async.weights.interfaces import TransferOffer, WeightSender
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.sharded_store import (
     PartFolder,
@@ -34,7 +35,6 @@ from r3async.weights.sharded_store import (
     write_share_region,
 )
 from r3async.weights.tcp import PartServer
-from r3async.weights.weight_transfer import TransferOffer, WeightSender
 from r3async.world import ActorLostError, ActorOptions, ActorRef, World
 from r3async.world.curve_keys import ServerKeys
 from r3async.world.interfaces import find_interface, use_interface

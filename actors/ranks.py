@@ -24,8 +24,8 @@ from r3async.config import Config
 from r3async.data.write_sizes import UNKNOWN_SIZES, WriteSizes, read_write_sizes
 from r3async.learner import LearnerError, MinibatchResult, sum_stage_digests
 from r3async.learner.micro_batches import MicroBatch
+from r3async.weights.interfaces import PublishedPart, TransferOffer
 from r3async.weights.sharded_store import PartFolder, ShardedVersionStore
-from r3async.weights.weight_transfer import PublishedPart, TransferOffer
 from r3async.world import ActorOptions, EventReporter, World, ignore_event
 from r3async.world.curve_keys import ServerKeys
 from r3async.world.real import REAL_WORLD

@@ -12,9 +12,9 @@ import msgspec
 from r3async.checkpoint import RunState
 from r3async.config import Config, resolve_envs
 from r3async.record.reading import QUARANTINE_FILE, QuarantinedTask, read_quarantine
-from r3async.schedule.admission import count_slots
 from r3async.schedule.difficulty import NO_SIZE_MESSAGE, TaskHistory, TaskScore
 from r3async.schedule.environment_mix import MixedTaskCursor
+from r3async.schedule.run_ahead import count_slots
 from r3async.schedule.task_failures import EpisodeEnd, FailedTask, FailureSource, TaskFailures
 from r3async.schedule.tasks import TaskCursor
 from r3async.world import World

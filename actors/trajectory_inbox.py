@@ -25,8 +25,8 @@ from r3async.data.tokens import Trajectory
 from r3async.learner import LearnerError, RejectedTrajectory
 from r3async.learner.advantages import group_has_variance
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
-from r3async.schedule.admission import compute_staleness_bound, count_slots, max_groups_for_step
 from r3async.schedule.groups import GroupBuffer, max_trajectory_bytes
+from r3async.schedule.run_ahead import compute_staleness_bound, count_slots, max_groups_for_step
 from r3async.schedule.task_failures import (
     EpisodeEnd,
     FailureSource,

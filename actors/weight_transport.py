@@ -11,12 +11,12 @@ import msgspec
 from r3async.config import LOOPBACK_HOST, Config, ConfigError, is_loopback_host
 from r3async.config.serving import bracket_ipv6, replace_host, strip_brackets
 from r3async.learner import LearnerError
+from r3async.weights.interfaces import TransferOffer, WeightReceiver, WeightSender
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.tcp import PartServer, TcpReceiver, TcpServer
 from r3async.weights.version_folder import default_weights_directory
 from r3async.weights.version_store import DeltaVersionStore, SharedMemoryReceiver, VersionStore
-from r3async.weights.weight_transfer import TransferOffer, WeightReceiver, WeightSender
 from r3async.world import World
 from r3async.world.curve_keys import ClientKeys, ServerKeys
 from r3async.world.real import REAL_WORLD

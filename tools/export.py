@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.checkpoint import Checkpoint, CheckpointError, find_checkpoint
-from r3async.checkpoint.resume import check_start_model
+from r3async.checkpoint.resume_checks import check_start_model
 from r3async.config import Config, ParallelConfig, config_from_dict
 from r3async.world.files import make_directory, replace_directory
 

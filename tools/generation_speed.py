@@ -14,7 +14,7 @@ import msgspec
 
 from r3async.config import Config
 from r3async.data.model_shape import ModelShape
-from r3async.schedule.admission import count_slots
+from r3async.schedule.run_ahead import count_slots
 
 from .memory import EngineMemory
 

@@ -14,8 +14,8 @@ from r3async.config import Config
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.tokens import SCHEMA
 from r3async.data.write_sizes import DTYPE_BYTES, WriteSizes
-from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
+from r3async.schedule.run_ahead import compute_staleness_bound, count_slots
 
 from .adapted import count_adapters
 from .generation_speed import GenerationSpeed, estimate_generation

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from r3async.actors.process import StoppedBeforeStep
 from r3async.checkpoint import Checkpoint, CheckpointError, CheckpointSchedule, CheckpointWriter
-from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.resume_checks import fingerprint_model
 from r3async.checkpoint.run_starts import begin_lineage
 from r3async.checkpoint.state import TrainingState
 from r3async.config import Config
@@ -44,7 +44,7 @@ from .train import (
 )
 
 if TYPE_CHECKING:
-    from r3async.actors.run_directory import RunDirectory
+    from r3async.actors.start_or_resume import RunDirectory
     from r3async.data.versions import Lineage
     from r3async.learner.micro_batches import MicroBatch
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.delivery import Published
 from r3async.actors.learner import LearnerStatus, TrainStepResult
 from r3async.actors.lease_client import LeaseClient, VersionGate
 from r3async.actors.process import describe_process
+from r3async.actors.version_writer import Published
 from r3async.config import Config, config_from_dict
 from r3async.data.consumed_groups import ConsumedGroups
 from r3async.data.write_sizes import UNKNOWN_SIZES
 from r3async.record.process_time import LagMeter
 from r3async.rollout.engine import InstallReport
 from r3async.rollout.scripted import SCRIPTED_ROUTING
-from r3async.schedule.admission import GroupLease
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.task_failures import EpisodeEnd
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import ActorRef, World
 
 REPORT_SECONDS = 0.25

@@ -33,7 +33,7 @@ from dev.bench.jobs import (
 )
 from dev.bench.report import Measurements
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data.packed import RouteForm
+from r3async.data.packed_routes import RouteForm
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.transport import TrajectoryReceiver, TrajectorySender

@@ -40,11 +40,11 @@ import xxhash
 from dev.bench.jobs import BenchError, end_on_sigterm, start_process
 from dev.bench.transfer import start_processes
 from r3async.data.safetensors_header import encode_safetensors_header
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.weights.version_file import verify_version_file
 from r3async.weights.version_store import DeltaVersionStore
-from r3async.weights.weight_transfer import TransferOffer
 from r3async.world.curve_keys import generate_keys
 
 NAMESPACE = "r3wb"

@@ -29,8 +29,8 @@ from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport import TrajectoryLedger
 from r3async.transport.sender import TrajectorySender
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.tcp import TcpSource
-from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.curve_keys import ClientKeys

@@ -34,7 +34,7 @@ from dev.chaos.scenarios import SCENARIOS
 from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_json_objects
 from r3async.record.trained_trajectories import TRAINED_FILE, TrainedStep
-from r3async.schedule.admission import count_slots
+from r3async.schedule.run_ahead import count_slots
 
 ENGINES = ("scripted", "vllm")
 VLLM_STEP_FACTOR = 4

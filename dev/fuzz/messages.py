@@ -13,7 +13,7 @@ from typing import Any
 from dev.fuzz.common import FuzzReport, InputMonitor, make_specimen, mutate_bytes
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data import control_messages, wire, wire_frames
-from r3async.data.packed import RouteForm
+from r3async.data.packed_routes import RouteForm
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.transport import ReceivedTrajectory, TrajectoryReceiver
 from r3async.transport.sockets import NullSocket

@@ -25,8 +25,8 @@ from r3async.learner.rank_group import RankGroup
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.shard_slice import ShardSlice
 from r3async.learner.tensor_layout import StackedTensors
-from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.run_ahead import AdmissionController
 
 RECORD_FILE = "metrics.jsonl"
 

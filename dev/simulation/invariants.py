@@ -46,7 +46,7 @@ from dev.simulation.observed_state import (
     same_weights,
 )
 from r3async.data.tokens import format_trajectory_id
-from r3async.schedule.admission import max_groups_for_step
+from r3async.schedule.run_ahead import max_groups_for_step
 
 __all__ = ["RULES", "InvariantChecker", "InvariantViolated", "RunGuarantees"]
 

@@ -20,7 +20,6 @@ import msgspec
 
 from dev.simulation.disk import SimulatedFile, SimulatedFiles
 from r3async.actors import trajectory_inbox
-from r3async.actors.delivery import VersionWriter
 from r3async.actors.evaluator import Evaluator
 from r3async.actors.fleet import Fleet, FleetGenerator
 from r3async.actors.generator import GeneratorActor
@@ -30,6 +29,7 @@ from r3async.actors.lease_client import VersionGate
 from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.trajectory_inbox import TrajectoryInbox
+from r3async.actors.version_writer import VersionWriter
 from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.writer import CheckpointWriter
 from r3async.data import wire as wire_room
@@ -37,10 +37,10 @@ from r3async.data.versions import Lineage
 from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.lease_player import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
-from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.health import GeneratorHealth
+from r3async.schedule.run_ahead import AdmissionController, GroupLease
 from r3async.schedule.task_failures import TrajectoryQuarantine
 from r3async.transport.memory_budget import MemoryBudget
 from r3async.transport.outbox import Outbox

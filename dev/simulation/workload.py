@@ -12,7 +12,7 @@ import msgspec
 
 from dev.simulation.observed_state import RunGuarantees
 from r3async.config import Config, config_from_dict
-from r3async.schedule.admission import compute_staleness_bound, count_slots
+from r3async.schedule.run_ahead import compute_staleness_bound, count_slots
 
 MAX_RESTARTS = 200
 """Maximum restarts of a generator, or of the run: more than faults can cause. That a run gives up

@@ -8,7 +8,7 @@ from r3async.checkpoint.directory import (
     open_checkpoint,
 )
 from r3async.checkpoint.manifest import CheckpointError, FileEntry
-from r3async.checkpoint.resume import (
+from r3async.checkpoint.resume_checks import (
     check_resume_settings,
     check_start_model,
     restore_admission,

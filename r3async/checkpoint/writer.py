@@ -15,7 +15,7 @@ import msgspec
 
 from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.manifest import CheckpointError, FileEntry
-from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.resume_checks import fingerprint_model
 from r3async.checkpoint.state import RunState, TrainingState
 from r3async.config import CheckpointConfig, Config, config_to_dict
 from r3async.data.write_sizes import read_write_sizes

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.data.packed import PackedRoutes
+from r3async.data.packed_routes import PackedRoutes
 from r3async.data.supports import SupportSets
 
 UNSAMPLED_VERSION = -1

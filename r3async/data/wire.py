@@ -4,7 +4,7 @@ A trajectory is `[header, frame, frame, ...]`: a msgpack header (schema fingerpr
 field of the trajectory, and a `TableHeader` in place of each token table), and then the columns of
 all tables as parts of frames: large ones are a frame each, small ones are joined (`frame_parts`).
 Each table has first its raw columns, little-endian, in the order of the layouts, routes perhaps in
-fewer bits (`data/packed.py`); then its columns of sets; then one part with all columns that are
+fewer bits (`data/packed_routes.py`); then its columns of sets; then one part with all columns that are
 declared compressible (turn, version, mask, rewards), packed together (`pack_columns`). The names,
 dtypes and dimensions of columns come from the `TokenSchema` alone, so a column added there travels
 without a change here.
@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from r3async.data.packed import RouteForm
+from r3async.data.packed_routes import RouteForm
 from r3async.data.tokens import SCHEMA, TokenSchema, TokenTable, Trajectory
 from r3async.data.wire_frames import (
     Frame,

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from r3async.data.packed import WORD_BYTES, PackedRoutes, RouteForm, pack_routes, packed_size
+from r3async.data.packed_routes import WORD_BYTES, PackedRoutes, RouteForm, pack_routes, packed_size
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Column, ColumnData, TokenSchema, TokenTable, dtype_name
 from r3async.data.wire_frames import (

@@ -13,7 +13,7 @@ from r3async.data.consumed_groups import ConsumedGroups
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.data.wire import MAX_HEADER_BYTES
-from r3async.schedule.admission import count_slots
+from r3async.schedule.run_ahead import count_slots
 
 TRAJECTORY_HEADER_BYTES = 4096
 """Bytes allowed for everything but token data in one trajectory."""

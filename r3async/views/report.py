@@ -25,7 +25,7 @@ from r3async.record.reading import (
     read_run_files,
 )
 from r3async.record.timeline import Span, parse_spans
-from r3async.schedule.admission import compute_staleness_bound
+from r3async.schedule.run_ahead import compute_staleness_bound
 from r3async.views.charts import (
     PASS_AT_K_CHART,
     X_AXES,

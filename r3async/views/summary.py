@@ -22,7 +22,7 @@ from r3async.data.metrics import (
 )
 from r3async.record.events import format_event_details
 from r3async.record.reading import EVALUATION_FILE, parse_schedule, read_run_config, read_run_files
-from r3async.schedule.admission import compute_staleness_bound
+from r3async.schedule.run_ahead import compute_staleness_bound
 from r3async.schedule.update_monitor import ALL_EPISODES_FAILED, ZERO_VARIANCE, explain_no_update
 from r3async.views.charts import EVALUATION_REWARD
 from r3async.views.evaluation_charts import parse_evaluations

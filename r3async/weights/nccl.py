@@ -33,9 +33,9 @@ import zmq
 from r3async.config.serving import bracket_ipv6, strip_brackets
 from r3async.config.weights import WeightsConfig
 from r3async.untrusted import MalformedError, decode_msgpack
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
 from r3async.weights.version_store import VersionStore
-from r3async.weights.weight_transfer import TransferOffer
 
 if TYPE_CHECKING:
     import torch

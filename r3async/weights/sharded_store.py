@@ -25,10 +25,10 @@ from r3async.weights.delta import (
     make_delta_header,
 )
 from r3async.weights.host_weights import SafetensorsEncoder
+from r3async.weights.interfaces import PublishedPart, TransferOffer, delta_path
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
 from r3async.weights.version_folder import VersionFolder
 from r3async.weights.version_store import describe_part, open_delta_pair
-from r3async.weights.weight_transfer import PublishedPart, TransferOffer, delta_path
 from r3async.world import ActorLostError, Buffer, World
 from r3async.world.disk import write_at
 from r3async.world.files import write_atomically

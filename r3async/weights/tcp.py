@@ -25,6 +25,7 @@ from r3async.config.serving import replace_host
 from r3async.untrusted import MalformedError, decode_utf8
 from r3async.weights.delta import VersionDigest, apply_delta, digest_version
 from r3async.weights.host_cache import HostVersionCache
+from r3async.weights.interfaces import PublishedPart, delta_name
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.relay import (
     ROOT_ADDRESS,
@@ -42,7 +43,6 @@ from r3async.weights.relay import (
     encode_relay_message,
 )
 from r3async.weights.version_folder import check_free_space
-from r3async.weights.weight_transfer import PublishedPart, delta_name
 from r3async.world import File, MessageSocket, World
 from r3async.world.curve_keys import ClientKeys, ServerKeys, decode_key, derive_public_key
 from r3async.world.real import REAL_WORLD

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Self
 
+from r3async.weights.interfaces import delta_path
 from r3async.weights.manifest import WeightError
-from r3async.weights.weight_transfer import delta_path
 from r3async.world import Buffer, Files, World
 from r3async.world.files import make_directory, write_atomically
 from r3async.world.real import REAL_WORLD

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from r3async.weights.delta import VersionDigest, digest_version, encode_delta, is_delta_worthwhile
 from r3async.weights.host_weights import SafetensorsEncoder
+from r3async.weights.interfaces import PublishedPart, TransferOffer, delta_path
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.version_folder import VersionFolder
-from r3async.weights.weight_transfer import PublishedPart, TransferOffer, delta_path
 from r3async.world import File, Files, World
 from r3async.world.files import write_atomically
 from r3async.world.real import REAL_WORLD

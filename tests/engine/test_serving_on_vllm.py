@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
 from r3async.rollout.agent_player import open_agent_player
-from r3async.rollout.endpoint.tool_parsers import select_tool_parser
+from r3async.rollout.endpoint.tool_parser_choice import select_tool_parser
 from r3async.rollout.engine import EngineError
 from r3async.rollout.episode import EpisodeTask
 from r3async.rollout.play_context import PlayContext

@@ -4,17 +4,17 @@ import asyncio
 
 import numpy as np
 
-from r3async.actors.delivery import Published
 from r3async.actors.fleet import Fleet, LearnerAddress
+from r3async.actors.generator_supervisor import GeneratorSupervisor
 from r3async.actors.installer import VersionInstaller
 from r3async.actors.lease_dispatcher import LeaseDispatcher
-from r3async.actors.membership import FleetMembership
+from r3async.actors.version_writer import Published
 from r3async.config import ScheduleConfig, load_config
 from r3async.rollout.engine import InstallReport
-from r3async.schedule.admission import AdmissionController
+from r3async.schedule.run_ahead import AdmissionController
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.weight_transfer import TransferOffer
 from tests.helpers.world import Clock, Outside, StandIn
 
 TOKENS = list(range(40))
@@ -135,8 +135,8 @@ async def loaded(handles):
     return VersionInstaller(fleet, Learner(), way, tokens, published(0), Outside(clock))
 
 
-def membership(installer):
-    """Return the membership of the installer's generators, which were leased nothing."""
+def supervisor(installer):
+    """Return the supervisor of the installer's generators, which were leased nothing."""
     world, fleet, stop_requested = installer._world, installer.fleet, asyncio.Event()
     admission = AdmissionController(ScheduleConfig(), choose_task=lambda group: 0)
 
@@ -144,15 +144,15 @@ def membership(installer):
         return {}
 
     dispatcher = LeaseDispatcher(admission, fleet, StandIn(missing_episodes=missing_episodes), stop_requested)
-    made = FleetMembership(world, fleet.config, fleet.events, fleet, dispatcher, stop_requested)
-    made.begin_membership(installer, StandIn(), {}, set())
+    made = GeneratorSupervisor(world, fleet.config, fleet.events, fleet, dispatcher, stop_requested)
+    made.begin_supervision(installer, StandIn(), {}, set())
     return made
 
 
 async def restart(installer, generator):
     """Lose a generator, and restart it."""
     generator.health.mark_lost()
-    await membership(installer)._restart_generator(generator)
+    await supervisor(installer)._restart_generator(generator)
 
 
 async def deliver(installer, version):

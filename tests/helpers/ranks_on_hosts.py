@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 from dev.bench.transfer import MemoryPeak
-from r3async.actors.delivery import VersionWriter
 from r3async.actors.rank_actor import LocalRank, RankActor
 from r3async.actors.ranks import RemoteRanks
 from r3async.actors.reserved_places import rank_placement
+from r3async.actors.version_writer import VersionWriter
 from r3async.actors.weight_transport import build_weight_receiver, build_weight_server
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.versions import FIRST_LINEAGE

@@ -7,9 +7,9 @@ import numpy as np
 
 from r3async.config import ScheduleConfig
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.schedule.admission import AdmissionController, max_groups_for_step, worst_case_staleness
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.staleness import check_staleness, compute_staleness
+from r3async.schedule.run_ahead import AdmissionController, max_groups_for_step, worst_case_staleness
+from r3async.schedule.staleness_check import check_staleness, compute_staleness
 from r3async.schedule.tasks import TaskCursor
 
 

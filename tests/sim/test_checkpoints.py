@@ -19,7 +19,7 @@ from dev.simulation.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
 from dev.simulation.loop import ProcessKilled
 from dev.simulation.processes import HostProcess
 from dev.simulation.world import Simulation
-from r3async.actors.run_directory import open_run_directory
+from r3async.actors.start_or_resume import open_run_directory
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, find_checkpoint
 from r3async.checkpoint.manifest import CheckpointUnreadable
 from r3async.checkpoint.run_starts import begin_lineage, describe_origin

@@ -8,8 +8,8 @@ import pytest
 
 from dev.simulation.world import Simulation
 from r3async.weights import relay, tcp
+from r3async.weights.interfaces import PublishedPart
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.weight_transfer import PublishedPart
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
 BAD = tuple(f"host-{number}" for number in range(1, 7))

@@ -23,7 +23,7 @@ from dev.pages.reference import (
 from r3async.config import Config, ConfigError, load_config
 from r3async.data.metrics import METRICS, RENAMED_METRICS, find_metric
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
-from r3async.schedule.admission import compute_staleness_bound
+from r3async.schedule.run_ahead import compute_staleness_bound
 from r3async.tools.presets import list_preset_paths
 
 ROOT = Path(__file__).parents[2]

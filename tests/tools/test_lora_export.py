@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from r3async.checkpoint import CheckpointDirectory, CheckpointError
-from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.resume_checks import fingerprint_model
 from r3async.config import config_to_dict
 from r3async.tools.cli import app
 from r3async.tools.export import export_adapter, export_model

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from r3async.config import Config, config_to_toml
 from r3async.data.metrics import METRICS
 from r3async.record.events import open_event_log
-from r3async.schedule.admission import compute_staleness_bound
+from r3async.schedule.run_ahead import compute_staleness_bound
 from r3async.tools.cli import app
 from r3async.tools.tail.lines import FAILED_EXIT_CODE, SILENT_EXIT_CODE, print_run_lines
 from r3async.views.follow import FollowedFile, FollowedRun

@@ -11,7 +11,7 @@ from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded, latest_call_only, run_once
 from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
-from r3async.schedule.admission import GroupLease
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.tasks import training_seed
 from r3async.world.curve_keys import generate_keys
 from r3async.world.processes import GRPC_KEEPALIVE_VARIABLE, actor_environment

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.checkpoint.manifest import CheckpointError
-from r3async.checkpoint.resume import check_resume_settings
+from r3async.checkpoint.resume_checks import check_resume_settings
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, config_to_dict, load_config
 from r3async.envs import Action, Message
 from r3async.envs.dataset import DatasetFactory

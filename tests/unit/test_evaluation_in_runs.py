@@ -16,7 +16,7 @@ from r3async.actors.process import ActorNotLoaded
 from r3async.actors.run_setup import RunSetup
 from r3async.checkpoint.evaluations import read_evaluations, write_evaluation
 from r3async.config import config_from_dict, config_to_dict, load_config
-from r3async.schedule.admission import GroupLease
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.tasks import training_seed
 from r3async.world import ActorLostError
 from r3async.world.curve_keys import generate_keys

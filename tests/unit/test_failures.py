@@ -19,7 +19,7 @@ from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask,
 from r3async.rollout.lease_player import is_engine_failure
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.staleness import check_staleness, compute_staleness_metrics
+from r3async.schedule.staleness_check import check_staleness, compute_staleness_metrics
 from r3async.schedule.task_failures import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskFailures
 from r3async.schedule.tasks import TaskCursor
 from r3async.schedule.validation import validate_trajectories

@@ -17,13 +17,13 @@ from r3async.actors.run_setup import RunSetup
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError, InstallReport
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import TensorEntry, TensorMismatch, WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
-from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import ActorLostError
 from r3async.world.disk_retries import DiskRetrier
 from r3async.world.real import REAL_WORLD
-from tests.helpers.fleet import TOKENS, deliver, loaded, membership, published, restart, sampled, scores
+from tests.helpers.fleet import TOKENS, deliver, loaded, published, restart, sampled, scores, supervisor
 from tests.helpers.transport import until
 from tests.helpers.world import StandIn
 
@@ -112,7 +112,7 @@ async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(instal
         await restart(installer, generator)
     fleet.mark_lost(generator)
     del handle.wrong["start"]
-    await membership(installer)._restart_generator(generator)
+    await supervisor(installer)._restart_generator(generator)
     assert (generator.state, generator.restarts) == ("healthy", 2)
 
 
@@ -122,7 +122,7 @@ async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_end
     for handle in handles.values():
         handle.wrong["run"] = ActorLostError("it was killed")
 
-    members = membership(installer)
+    members = supervisor(installer)
     fleet["generator-1"].health._max_restarts = 4
     with pytest.raises(RunFailed, match=r"generator-1 was lost 5 times .*, the last time by: it was killed"):
         await asyncio.wait_for(members.run(), 30)
@@ -139,7 +139,7 @@ async def test_a_lost_engine_is_the_loss_of_its_generator_whose_process_is_ended
     generator.end_reason = known
     handle.wrong |= {"run": EngineLostError("its process ended with code -9"), "install_version": RuntimeError("dead")}
     with pytest.raises(ActorLostError, match=known or "its engine is lost: its process ended with code -9"):
-        await membership(installer)._play_leases(generator)
+        await supervisor(installer)._play_leases(generator)
     await deliver(installer, 1)
     assert installer._world.killed == ([] if known else [(handle, True)])
 
@@ -150,7 +150,7 @@ async def test_a_run_whose_engines_are_lost_again_and_again_ends_with_the_reason
         generator.has_played = True
     reason = r"\(generator\.max_restarts = 2\), the last time by: its engine is lost: its process ended with code -9"
     with pytest.raises(RunFailed, match=f"lost 3 times {reason}"):
-        await asyncio.wait_for(membership(installer).run(), 30)
+        await asyncio.wait_for(supervisor(installer).run(), 30)
 
 
 async def test_a_run_whose_generators_fail_twice_alike_before_they_have_played_ends_with_the_cause(
@@ -166,7 +166,7 @@ async def test_a_run_whose_generators_fail_twice_alike_before_they_have_played_e
         "generator-1 failed 2 times in the same way before it had played an episode: its engine is lost: pid 101: no"
     )
     with pytest.raises(RunFailed, match=f"{cause} kernel for 96 elements a head; see logs/generator-1.log"):
-        await asyncio.wait_for(membership(installer).run(), 30)
+        await asyncio.wait_for(supervisor(installer).run(), 30)
     (excluded,) = fleet.events.facts("generator_excluded")
     assert excluded["generator"] == "generator-0"
     assert [g.restarts for g in fleet] == [1]
@@ -181,7 +181,7 @@ async def test_starts_that_fail_differently_or_without_a_word_are_losses_like_an
     losses = iter([EngineLostError("no kernel image"), second, EngineLostError("no kernel image")])
     handle.wrong["run"] = lambda _: next(losses, None)
     generator.health._max_restarts = 8
-    running = asyncio.create_task(membership(installer).run())
+    running = asyncio.create_task(supervisor(installer).run())
     await until(lambda: generator.is_finished)
     running.cancel()
     assert generator.restarts == 3
@@ -194,7 +194,7 @@ async def test_a_restarted_process_that_twice_does_not_load_for_the_same_reason_
     fleet["generator-0"].health._max_restarts = 8
     message = "failed 2 times in the same way .* did not load: device is busy; see logs/generator-0.log"
     with pytest.raises(RunFailed, match=message):
-        await asyncio.wait_for(membership(installer).run(), 30)
+        await asyncio.wait_for(supervisor(installer).run(), 30)
 
 
 async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_time(installer, fleet, handles, soon):
@@ -441,7 +441,7 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
     fleet.report_lost(generator, ActorLostError("no kernel image"), [])
     message = r"generator-0 was lost 3 times \(generator\.max_restarts = 2\), the last time by: no kernel image"
     with pytest.raises(RunFailed, match=message):
-        await membership(installer)._restart_generator(generator)
+        await supervisor(installer)._restart_generator(generator)
 
 
 async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_was_restarted(installer, fleet, handles):
@@ -449,14 +449,14 @@ async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_w
     handle.lives, generator.generated_tokens = True, 30
     for _ in range(3):  # more often than a process may be restarted
         fleet.mark_lost(generator)
-        await membership(installer)._restart_generator(generator)
+        await supervisor(installer)._restart_generator(generator)
         assert (generator.state, generator.version, generator.restarts) == ("healthy", 0, 0)
         assert (generator.generated_tokens, fleet.generated_tokens) == (30, 30)
     ended = [event for event in fleet.events.names() if event.startswith("generator_")]
     assert ended == ["generator_recovered"] * 3
     handle.lives = False
     fleet.mark_lost(generator)
-    await membership(installer)._restart_generator(generator)
+    await supervisor(installer)._restart_generator(generator)
     assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
 
 
@@ -473,7 +473,7 @@ async def test_one_that_leaves_in_a_delivery_ends_neither_it_nor_the_run(install
         await asyncio.sleep(0.01)
 
     handle.answer = stopping
-    members = membership(installer)
+    members = supervisor(installer)
     members._playing_begun.set()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)

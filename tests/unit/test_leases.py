@@ -15,7 +15,7 @@ from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall
 from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError
-from r3async.schedule.admission import GroupLease
+from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.task_failures import EpisodeEnd
 from r3async.world.real import REAL_WORLD
 from tests.helpers.world import Clock, StandIn

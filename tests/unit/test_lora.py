@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.checkpoint.manifest import CheckpointError
-from r3async.checkpoint.resume import check_resume_settings
+from r3async.checkpoint.resume_checks import check_resume_settings
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig, config_from_dict, config_to_dict
 from r3async.learner import LearnerError

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import Config
-from r3async.data.packed import pack_routes
+from r3async.data.packed_routes import pack_routes
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend

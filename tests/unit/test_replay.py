@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data import packed
+from r3async.data import packed_routes
 from r3async.data.model_shape import RoutingShape
-from r3async.data.packed import PackedRoutes
+from r3async.data.packed_routes import PackedRoutes
 from r3async.data.routes import RoutingError, route_dtype
 from r3async.data.tokens import Sample, Trajectory
 from r3async.data.wire import decode_trajectory, encode_trajectory
@@ -257,10 +257,10 @@ TOP_K = 4
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(packed, "MIN_PACKED_BYTES", 1)
+    monkeypatch.setattr(packed_routes, "MIN_PACKED_BYTES", 1)
 
 
-def sent(samples: list[Sample], form: packed.RouteForm) -> list[Sample]:
+def sent(samples: list[Sample], form: packed_routes.RouteForm) -> list[Sample]:
     """As the learner receives them."""
     frames = encode_trajectory(Trajectory("t", 0, 0, 1, "g0", "eos", [], samples), routes=form)
     received = decode_trajectory([bytes(frame) for frame in frames]).samples

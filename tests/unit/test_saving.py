@@ -18,15 +18,15 @@ from r3async.checkpoint import (
     open_checkpoint,
     restore_admission,
 )
-from r3async.checkpoint.resume import fingerprint_model, rewind_records
+from r3async.checkpoint.resume_checks import fingerprint_model, rewind_records
 from r3async.checkpoint.state import ConductorState, decode_state, encode_state
 from r3async.checkpoint.tensors import write_rank_file
 from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, config_to_dict, load_config
 from r3async.record.events import open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.record.trained_trajectories import TRAINED_FILE, make_trained_step
-from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.run_ahead import AdmissionController
 from r3async.transport import TrajectoryLedger
 from r3async.world.appending import AppendFile
 from r3async.world.disk import SystemFiles

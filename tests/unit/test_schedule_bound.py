@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from r3async.schedule.staleness import StalenessError, check_staleness, compute_staleness_metrics
+from r3async.schedule.staleness_check import StalenessError, check_staleness, compute_staleness_metrics
 from tests.helpers.schedule import Run, Shape, episode
 
 

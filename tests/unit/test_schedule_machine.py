@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from r3async.data.consumed_groups import ConsumedGroups
-from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.staleness import StalenessError
+from r3async.schedule.run_ahead import AdmissionController
+from r3async.schedule.staleness_check import StalenessError
 from tests.helpers.schedule import Run, Shape
 
 PLAYERS = ["p0", "p1", "p2"]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.checkpoint.resume import find_changed_settings
+from r3async.checkpoint.resume_checks import find_changed_settings
 from r3async.config import (
     Config,
     ConfigError,

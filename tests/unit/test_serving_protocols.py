@@ -11,7 +11,7 @@ from r3async.config import ConfigError, EpisodeConfig
 from r3async.rollout.endpoint.protocol import ApiError
 from r3async.rollout.endpoint.server import DIALECT_BY_PATH
 from r3async.rollout.endpoint.session import AgentSession
-from r3async.rollout.endpoint.tool_parsers import detect_parser
+from r3async.rollout.endpoint.tool_parser_choice import detect_parser
 from r3async.rollout.engine import EngineError
 from r3async.rollout.renderer import ChatRenderer, TemplateError, find_template_variables
 from tests.helpers.serving import (

@@ -17,7 +17,7 @@ from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.process import PolledCall, ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config
-from r3async.schedule.admission import AdmissionController
+from r3async.schedule.run_ahead import AdmissionController
 from r3async.schedule.watchdog import Stall, Watchdog
 from r3async.world.real import REAL_WORLD
 from r3async.world.stack_dumps import dump_stacks

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from r3async.actors.delivery import VersionWriter
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.rank_calls import RankCalls, RankProcesses
 from r3async.actors.ranks import RemoteRanks
+from r3async.actors.version_writer import VersionWriter
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import r3async.actors.conductor
 import r3async.actors.learner
 from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import Published, VersionWriter
 from r3async.actors.fleet import LearnerAddress
 from r3async.actors.installer import VersionInstaller
 from r3async.actors.learner import (
@@ -27,6 +26,7 @@ from r3async.actors.rank_actor import LocalRank
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep
+from r3async.actors.version_writer import Published, VersionWriter
 from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError
 from r3async.learner.packing_plan import CostModel
@@ -35,8 +35,8 @@ from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.weight_transfer import TransferOffer
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
@@ -244,7 +244,7 @@ def installer(conductor, monkeypatch):
 
 async def train(conductor, installer, learner):
     async def start():
-        conductor.membership.begin_membership(installer, StandIn(), {}, set())
+        conductor.supervisor.begin_supervision(installer, StandIn(), {}, set())
         return installer
 
     conductor.learner, conductor._start_actors = learner, start

@@ -20,6 +20,7 @@ from r3async.rollout.engine import CorruptWeightsError, InstallReport
 from r3async.weights import delta, relay, tcp
 from r3async.weights.delta import VersionDigest, digest_version
 from r3async.weights.host_cache import HostVersionCache
+from r3async.weights.interfaces import PublishedPart, TransferOffer
 from r3async.weights.manifest import WeightError
 from r3async.weights.relay import (
     FANOUT,
@@ -36,7 +37,6 @@ from r3async.weights.relay import (
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.weights.version_file import iter_verified_tensors, verify_version_file
 from r3async.weights.version_store import DeltaVersionStore
-from r3async.weights.weight_transfer import PublishedPart, TransferOffer
 from r3async.world.disk import write_at
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ZeroMqSockets

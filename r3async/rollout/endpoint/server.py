@@ -42,7 +42,11 @@ from r3async.rollout.endpoint.protocol import (
 )
 from r3async.rollout.endpoint.responses import RESPONSES_DIALECT
 from r3async.rollout.endpoint.session import AgentSession, build_closed_error
-from r3async.rollout.endpoint.tool_parsers import ParseToolCalls, parse_builtin, select_tool_parser
+from r3async.rollout.endpoint.tool_parser_choice import (
+    ParseToolCalls,
+    parse_builtin,
+    select_tool_parser,
+)
 from r3async.rollout.episode import EpisodeTask
 from r3async.rollout.play_context import PlayContext
 from r3async.transport.sockets import run_off_loop

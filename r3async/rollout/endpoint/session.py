@@ -29,7 +29,7 @@ from r3async.rollout.endpoint.protocol import (
     parse_messages,
 )
 from r3async.rollout.endpoint.template_args import apply_template_args
-from r3async.rollout.endpoint.tool_parsers import ParseToolCalls, parse_builtin
+from r3async.rollout.endpoint.tool_parser_choice import ParseToolCalls, parse_builtin
 from r3async.rollout.engine import EngineError, Generation
 from r3async.rollout.episode import EpisodeError, EpisodeTask, RetryingEngine, answer_capacity
 from r3async.rollout.play_context import PlayContext

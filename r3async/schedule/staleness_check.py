@@ -30,7 +30,7 @@ def compute_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
 
 def check_staleness(groups: Sequence[Sequence[Trajectory]], version: int, bound: int) -> None:
     """Raise `StalenessError` if a token is older than `bound`; see
-    `schedule.admission.compute_staleness_bound`."""
+    `schedule.run_ahead.compute_staleness_bound`."""
     for trajectory in (t for group in groups for t in group):
         oldest = int(compute_staleness(trajectory, version).max(initial=0))
         if oldest > bound:

@@ -19,10 +19,10 @@ from r3async.config import Config
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
+from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import make_probe_pair
 from r3async.weights.tcp import TcpServer
-from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import EventReporter, WorkerThread, World, ignore_event
 from r3async.world.disk_retries import DiskRetrier
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from r3async.config import ScheduleConfig
-from r3async.schedule.admission import AdmissionController, GroupLease, worst_case_staleness
+from r3async.schedule.run_ahead import AdmissionController, GroupLease, worst_case_staleness
 
 
 def make(max_staleness=1, prompts_per_step=2, group_size=2, steps=5, **settings):

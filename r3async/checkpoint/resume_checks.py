@@ -13,7 +13,7 @@ from r3async.checkpoint.directory import STATE_FILE, WEIGHT_SUFFIXES
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
 from r3async.config import REDACTED, Config, config_to_dict, flatten_section
-from r3async.schedule.admission import AdmissionController
+from r3async.schedule.run_ahead import AdmissionController
 from r3async.untrusted import decode_json
 from r3async.world import Files
 from r3async.world.appending import whole_record_bytes

@@ -24,7 +24,7 @@ LEAVE_STOP_SECONDS = 10.0
 
 
 class _StartContext(NamedTuple):
-    """The arguments of `FleetMembership.begin_membership`."""
+    """The arguments of `GeneratorSupervisor.begin_supervision`."""
 
     installer: VersionInstaller
     conductor: ActorRef
@@ -41,7 +41,7 @@ class GeneratorRestartsExhausted(RunFailed):
     """A generator was lost more often than it may be restarted, or fails at each start."""
 
 
-class FleetMembership:
+class GeneratorSupervisor:
     """The generators that play, are restarted, join and leave during the run. Lives on the
     conductor's event loop.
 
@@ -72,7 +72,7 @@ class FleetMembership:
         """Ids of generators that were lost too often, and without which the run goes on."""
         self._play_tasks: dict[str, asyncio.Task[None]] = {}
 
-    def begin_membership(
+    def begin_supervision(
         self,
         installer: VersionInstaller,
         conductor: ActorRef,

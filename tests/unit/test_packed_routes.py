@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3async.data import packed
-from r3async.data.packed import PackedRoutes, pack_routes, packed_size
+from r3async.data import packed_routes
+from r3async.data.packed_routes import PackedRoutes, pack_routes, packed_size
 from r3async.data.routes import CHUNK_ROWS, iter_sorted_columns, route_dtype
 from r3async.data.tokens import SCHEMA, Sample, SchemaError, TokenTable, Trajectory
 from r3async.data.wire import decode_trajectory, encode_trajectory
@@ -22,10 +22,10 @@ def routes(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) ->
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(packed, "MIN_PACKED_BYTES", 1)
+    monkeypatch.setattr(packed_routes, "MIN_PACKED_BYTES", 1)
 
 
-def pack(rows: np.ndarray, form: packed.RouteForm) -> np.ndarray:
+def pack(rows: np.ndarray, form: packed_routes.RouteForm) -> np.ndarray:
     """There and back."""
     there = pack_routes(rows, form)
     return there.unpack_routes() if isinstance(there, PackedRoutes) else there
@@ -97,7 +97,7 @@ def test_what_gains_nothing_stays_as_it_is(monkeypatch):
     rows = routes(40, 4, 2, 8)
     assert pack_routes(rows, "plain") is rows
     assert pack_routes(np.full((9, 4, 2), 255, np.uint8), "bits").tolist() == np.full((9, 4, 2), 255).tolist()
-    monkeypatch.setattr(packed, "MIN_PACKED_BYTES", rows.nbytes + 1)
+    monkeypatch.setattr(packed_routes, "MIN_PACKED_BYTES", rows.nbytes + 1)
     assert pack_routes(rows, "bits") is rows
 
 

@@ -487,8 +487,8 @@ def evaluated_with_old_weights(player: Any) -> Any:
 def given_up_at_once(init: Any) -> Any:
     """An episode is dropped when its environment fails for the first time."""
 
-    def init_without_retries(self: RetryingPlayer, **facts: Any) -> None:
-        init(self, **facts)
+    def init_without_retries(self: RetryingPlayer, *args: Any, **facts: Any) -> None:
+        init(self, *args, **facts)
         self._retry_budgets["environment"] = 0
 
     return init_without_retries

@@ -78,6 +78,8 @@ def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_t
 def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(machine, tmp_path, backend, seed):
     async def fill_up(machine):
         await machine.step(3)
+        fleet = (await machine.process("conductor")).actor.instance.fleet
+        await machine.until(lambda: all(g.health.version >= 3 for g in fleet))  # the next file is the learner's
         full = errno.ENOSPC if backend == "tcp" else errno.EMFILE
         machine.host.disk.refuse_operations(MEMORY, full, {"create", "append", "open"})
         await machine.event("stalled")

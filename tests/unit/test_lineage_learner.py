@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from r3async.actors.run_setup import RunSetup
+from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import TrajectoryInbox
 from r3async.config import BufferConfig, config_from_dict
 from r3async.data import wire
@@ -44,8 +46,6 @@ def played(group: int, episode: int, version: int, lineage: int) -> Trajectory:
 class Heard(TrajectoryInbox):
     """What a learner receives that has no model, and trains nothing."""
 
-    version = 0
-
     @classmethod
     def at(cls, run_dir: Path, lineage: Lineage, version: int, consumed: int, **buffer: Any) -> Heard:
         config = config_from_dict(
@@ -58,8 +58,10 @@ class Heard(TrajectoryInbox):
         )
         parts = {"buffer": GroupBuffer(2, 1, head=consumed), "routing": EXPERTS, "vocab_size": 1000}
         log = open_event_log(run_dir, "learner")
-        made = cls(REAL_WORLD, "run", config, run_dir, lineage, log, version=lambda: made.version, **parts)
-        made.version = version
+        setup = RunSetup("run", {}, str(run_dir), lineage)
+        counts = StepCounts(version=version)
+        made = cls(REAL_WORLD, setup, config, log, counts=counts, **parts)
+        made.counts = counts
         return made
 
 
@@ -110,7 +112,7 @@ async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_re
     async with learning(tmp_path, Lineage(2, 1, 38, {1: 38}), 38, consumed=38) as (actor, way):
         assert waiting(actor) == [(38, 1, 38)]
         assert actor.receiver.recovered == 3
-        actor.version = 39
+        actor.counts.version = 39
         assert await send(way, [played(39, 0, 39, 2)]) == []
     refused = named(tmp_path, "trajectory_quarantined")
     assert [(e["trajectory_id"], e["lineage"]) for e in refused] == [(format_trajectory_id(g, 0), 1) for g in (39, 40)]

@@ -29,5 +29,4 @@ def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> Non
     # The environment has no end of tasks, and a step one epoch and no teacher; none is so far that it is shortened.
     of_tasks = {"data/epochs", "data/easy_tasks", "data/hard_tasks", "data/replaced_tasks"}
     others = {"rollout_kl/k3_last_epoch", "distillation/reverse_kl", "rollout_kl/served_k3_predicted"}
-    others.add("rollout_kl/served_k3_estimate")  # served drift was measured at age 0 alone, which stands for no other
     assert lacking - of_real_processes == of_tasks | others | supervised

@@ -159,7 +159,7 @@ class BlockingEnvironment(Protocol):
     waits. It is played in a process of a pool (`pool.py`).
 
     `reset` may return a string, for one user message. If there is a `close()`, it is called when
-    the episode is over.
+    the episode is over; its failure is reported, and costs nothing of the episode.
     """
 
     def reset(self, task_seed: int) -> list[Message] | str: ...

@@ -204,7 +204,21 @@ class EpisodePlayer:
                 ) from error
             return self.build_trajectory("timeout")
         finally:
+            await self._close_environment()
+
+    async def _close_environment(self) -> None:
+        """Close the environment. If that fails, what was played stays, and so does the error that is
+        on its way."""
+        try:
             await close_environment(self._env)
+        except (Exception, SystemExit) as error:
+            kind = type(self._env)
+            self._context.report_event(
+                "environment_close_failed",
+                environment=f"{kind.__module__}:{kind.__name__}",
+                episode=self.task.trajectory_id,
+                error=summarize_error(error).line,
+            )
 
     async def _play_turns(self) -> str:
         """Play all turns and return the stop reason."""

@@ -12,6 +12,7 @@ from r3async.rollout.play_context import PlayContext
 from r3async.tools.preflight import try_environments
 from tests.helpers.playing import make_player, play_lease
 from tests.helpers.serving import TASK, answer_ids, ready, renderer
+from tests.helpers.world import Reports
 
 
 def limits(**changes):
@@ -173,3 +174,34 @@ async def test_an_environment_is_closed_however_the_episode_ends(chat, kind, tur
     with pytest.raises(PromptTooLongError):
         await play(chat, engine, limits(max_turns=turns), kind("x" * 100))
     assert Closes.closed == 2
+
+
+class NeverCloses(Talker):
+    """Raises when it is closed, and before that at the turn `fails_at`."""
+
+    def __init__(self, fails_at=0):
+        super().__init__()
+        self.fails_at = fails_at
+
+    async def step(self, action):
+        result = await super().step(action)
+        if self.turn == self.fails_at:
+            raise ValueError("a wrong step")
+        return result
+
+    async def close(self):
+        raise RuntimeError("it does not close")
+
+
+async def test_an_environment_that_does_not_close_costs_no_episode_and_hides_no_error(chat):
+    reports = Reports()
+    context = PlayContext(await ready(answer_ids(chat, "a", "b", "c")), chat, report_event=reports)
+    trajectory = await EpisodePlayer(TASK, NeverCloses(), SETTINGS, context).play_episode()
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 2.0]
+    ((event, facts),) = reports
+    assert event == "environment_close_failed"
+    assert facts["environment"].endswith(":NeverCloses")
+    assert "it does not close" in facts["error"]
+    with pytest.raises(ValueError, match="a wrong step"):
+        await EpisodePlayer(TASK, NeverCloses(fails_at=1), SETTINGS, context).play_episode()
+    assert len(reports) == 2

@@ -1,8 +1,19 @@
 """The conductor actor, which drives a run step by step to its end: it leases groups, has the
 learner train, delivers versions of the weights and records each step. It never touches a payload.
 
-`Conductor.run` is the run. Its components do not know it; they return, or set an event that one of
-its loops awaits:
+`Conductor.run` is the run. Beside its steps are loops, each of which waits for an event:
+
+    generators                      loops of the conductor                            learner
+    lease_groups  ----------------> dispatcher.run       (leases_due)
+    GeneratorActor.run  ---------------- trajectories over ZeroMQ -----------------> receiver
+                                    run: the steps  ----- run_step ----------------> waits for groups,
+                                      sets leases_due  <---- groups, version -------   trains them
+                                      _publish_version  -- write_version ----------> writes its weights
+                                        sets weights_due
+    install_version  <------------- _deliver_versions    (weights_due)
+    start, run  <------------------ supervisor.run       (restarts_due)
+
+The components do not know the run; they return, or set an event that one of the loops awaits:
 
 * `AdmissionController` (schedule/run_ahead.py) decides which groups may be leased
   with which version;

@@ -25,7 +25,7 @@ The components do not know the run; they return, or set an event that one of the
 * `Evaluator` (evaluator.py) plays evaluations beside training;
 * `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
 * `StallMonitor` (stalls.py) notices a stage that makes no progress;
-* `StepWriter` (record/writer.py) writes the row of a step when it ends.
+* `StepWriter` (record/step_writer.py) writes the row of a step when it ends.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from r3async.config import Config, config_from_dict
 from r3async.data.write_sizes import UNKNOWN_SIZES, WriteSizes
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.process_time import LagMeter, StageTimer
+from r3async.record.step_writer import DeviceCounts, StepWriter
 from r3async.record.timeline import Timeline
-from r3async.record.writer import DeviceCounts, StepWriter
 from r3async.schedule.pace import PaceMonitor
 from r3async.schedule.run_ahead import AdmissionController
 from r3async.schedule.update_monitor import UpdateMonitor

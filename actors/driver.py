@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r3async.actors.fleet_scaler import SCALE_REQUEST_FILE, FleetScaler, with_requested_scale
-from r3async.actors.placement import with_transport_host
+from r3async.actors.placement_plan import with_transport_host
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.ranks import RemoteRanks, load_learner
 from r3async.actors.remote_generators import RemoteModelFiles, publish_model_files

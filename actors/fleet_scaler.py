@@ -29,7 +29,7 @@ from r3async.world import (
 from r3async.world.files import read_file, replace_file
 from r3async.world.real import REAL_WORLD
 
-from .placement import ResourceDemand, plan_engine
+from .placement_plan import ResourceDemand, plan_engine
 
 SCALE_REQUEST_FILE = "scale.json"
 """Name of the file in the run's directory with the last scale request. It counts for as long as the

@@ -1,11 +1,11 @@
-"""The places of a run's processes on a cluster, which `placement.py` chooses."""
+"""The places of a run's processes on a cluster, which `placement_plan.py` chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from r3async.actors.placement import (
+from r3async.actors.placement_plan import (
     BundleShare,
     ProcessLayout,
     ResourceDemand,

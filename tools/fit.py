@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.placement import ProcessLayout, ResourceDemand, check_transfers, plan_layout
+from r3async.actors.placement_plan import (
+    ProcessLayout,
+    ResourceDemand,
+    check_transfers,
+    plan_layout,
+)
 from r3async.config import Config, ConfigError
 from r3async.world import ClusterNode
 

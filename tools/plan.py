@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.actors.placement import ResourceDemand, check_transfers, find_smallest_layout
+from r3async.actors.placement_plan import ResourceDemand, check_transfers, find_smallest_layout
 from r3async.config import Config
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.tokens import SCHEMA

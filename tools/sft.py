@@ -24,7 +24,7 @@ from r3async.checkpoint.state import TrainingState
 from r3async.config import Config
 from r3async.data.tokens import Sample
 from r3async.record.events import open_event_log
-from r3async.record.writer import MetricsFile
+from r3async.record.step_writer import MetricsFile
 from r3async.world.real import REAL_WORLD
 
 from .memory import estimate_rank_memory

@@ -39,7 +39,7 @@ SIMULATED_PATTERNS = (
     "r3async/record/route_verification.py",
     "r3async/record/routes.py",
     "r3async/record/trained_trajectories.py",
-    "r3async/record/writer.py",
+    "r3async/record/step_writer.py",
     "r3async/record/engine_calls.py",
     "r3async/record/process_time.py",
     "r3async/record/timeline.py",

@@ -15,7 +15,7 @@ import shlex
 
 from r3async import Action, Message, StepResult
 from r3async.envs.sandbox import RUN_TOOL, CommandLimits, Sandbox
-from r3async.envs.tool_calls import run_tool_calls
+from r3async.envs.tool_call_parser import run_tool_calls
 
 BUGS = {
     "total": ("return sum(prices)", "return sum(prices[1:])"),

@@ -12,7 +12,7 @@ import re
 import sqlite3
 
 from r3async import Action, Message, StepResult
-from r3async.envs.tool_calls import run_tool_calls
+from r3async.envs.tool_call_parser import run_tool_calls
 
 FIRST = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal")
 LAST = ("Moss", "Reed", "Park", "Lane", "Wood")

@@ -27,7 +27,7 @@ from r3async.envs import (
     StepResult,
 )
 from r3async.envs.pool import filter_variables
-from r3async.envs.tool_calls import run_tool_calls
+from r3async.envs.tool_call_parser import run_tool_calls
 
 SHUTDOWN_SECONDS = 10.0
 """Seconds that servers may take to end; the package `mcp` kills them before that."""

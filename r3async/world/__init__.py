@@ -36,7 +36,7 @@ def ignore_event(event: str, /, **facts: Any) -> None:
     """Discard an event; the default `EventReporter`."""
 
 
-# Actors, as in every world: placement, start, calls and end. `cluster.py` implements
+# Actors, as in every world: placement, start, calls and end. `ray_cluster.py` implements
 # them for a cluster.
 
 

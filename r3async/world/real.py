@@ -9,9 +9,9 @@ from functools import cached_property
 
 from r3async.world import Sockets
 from r3async.world.appending import RecordFlusher
-from r3async.world.cluster import RayActors
 from r3async.world.disk import SYSTEM_FILES
 from r3async.world.processes import SystemProcesses
+from r3async.world.ray_cluster import RayActors
 from r3async.world.threads import SystemThreads
 
 EXIT_FLUSH_SECONDS = 1.0

@@ -10,8 +10,8 @@ from r3async.config import config_from_dict, config_to_toml
 from r3async.data.metrics import METRICS
 from r3async.record.events import open_event_log
 from r3async.record.routes import EngineCall, RouteFile, TrainedRoutes
+from r3async.record.step_writer import MetricsFile
 from r3async.record.timeline import Timeline
-from r3async.record.writer import MetricsFile
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.routes import episode
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3async.world.cluster import SPARE_ACTORS
+from r3async.world.ray_cluster import SPARE_ACTORS
 from tests.helpers.cli import run_program
 from tests.helpers.cluster import plain_head
 

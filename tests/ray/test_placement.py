@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from r3async.actors.placement import PlacementError, ResourceDemand, plan_layout
+from r3async.actors.placement_plan import PlacementError, ResourceDemand, plan_layout
 from r3async.actors.process import RunFailed
 from r3async.actors.reserved_places import reserve_placements
 from r3async.config import Config, ConfigError, load_config
@@ -30,7 +30,7 @@ PER_HOST = {"num_cpus": 64, "object_store_memory": 80 * 2**20, "include_dashboar
 SHAPES = ((12, 8), (2, 8), (1, 8), (1, 2), (1, 1))
 """Hosts, and GPUs of each. The first three are one cluster, from which hosts are taken away."""
 EACH_TIME = ((2, 8), (1, 8), (1, 1))
-"""The others take longer; `unit/test_places.py` plans for any."""
+"""The others take longer; `unit/test_placement_plan.py` plans for any."""
 STARTED = {
     (12, 8): ["moe_235b_r3"],
     (2, 8): ["moe_30b_r3"],

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from r3async.actors.placement import PlacementError, ResourceDemand, find_smallest_layout, with_transport_host
+from r3async.actors.placement_plan import PlacementError, ResourceDemand, find_smallest_layout, with_transport_host
 from r3async.config import ConfigError, load_config
 from r3async.rollout.scripted import build_scripted_engine
 from r3async.tools.plan import make_run_plan

@@ -14,7 +14,7 @@ from r3async.config import config_from_dict, config_to_toml
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import encode_trajectory
 from r3async.record.routes import RouteFile
-from r3async.record.writer import MetricsFile
+from r3async.record.step_writer import MetricsFile
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.inspect.export import export_trajectories
 from r3async.tools.inspect.run import InspectError

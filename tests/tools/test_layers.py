@@ -39,7 +39,7 @@ def test_no_import_goes_up(copy):
     [
         ("r3async/learner/policy_loss.py", "from r3async.actors.conductor import Conductor"),
         ("r3async/transport/sender.py", "from r3async.schedule.groups import GroupBuffer"),
-        ("r3async/world/disk.py", "import r3async.record.writer"),
+        ("r3async/world/disk.py", "import r3async.record.step_writer"),
         ("actors/conductor.py", "import r3async.tools.cli"),
     ],
 )

@@ -12,7 +12,7 @@ from r3async.actors.fleet_scaler import (
     with_requested_scale,
     write_scale_request,
 )
-from r3async.actors.placement import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
+from r3async.actors.placement_plan import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
 from r3async.actors.weight_transport import check_can_join, check_learner_reachable, choose_weight_backend
 from r3async.checkpoint.run_lock import RunLock
 from r3async.config import ConfigError, load_config

@@ -7,8 +7,8 @@ import pytest
 
 from r3async.config import config_from_dict
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
+from r3async.record.step_writer import DeviceCounts, StepWriter
 from r3async.record.trained_trajectories import compute_episode_metrics
-from r3async.record.writer import DeviceCounts, StepWriter
 
 
 def played(group: int, lengths: list[int], reward: float, *, cut: bool = False, ended: str = "env_done") -> Trajectory:

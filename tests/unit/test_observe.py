@@ -12,7 +12,7 @@ import structlog
 
 from r3async.record.events import format_event, open_event_log
 from r3async.record.reading import read_json_objects
-from r3async.record.writer import MetricsFile
+from r3async.record.step_writer import MetricsFile
 from r3async.world.appending import RecordFlusher
 from r3async.world.real import REAL_WORLD
 

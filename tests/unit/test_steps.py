@@ -4,7 +4,7 @@ import json
 
 from r3async.record.process_time import CounterGrowth
 from r3async.record.reading import read_json_objects
-from r3async.record.writer import StepWriter
+from r3async.record.step_writer import StepWriter
 
 
 def make(tmp_path, reports):

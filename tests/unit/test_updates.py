@@ -6,7 +6,7 @@ import pytest
 
 from r3async.data.metrics import METRICS
 from r3async.record.events import open_event_log
-from r3async.record.writer import MetricsFile
+from r3async.record.step_writer import MetricsFile
 from r3async.schedule.update_monitor import (
     DRIFT_TOO_LARGE,
     GRADIENT_NOT_FINITE,

@@ -10,7 +10,7 @@ import pytest
 from r3async.config import Config, config_to_toml
 from r3async.data.metrics import METRICS, compute_end_windows
 from r3async.record.events import open_event_log
-from r3async.record.writer import MetricsFile
+from r3async.record.step_writer import MetricsFile
 from r3async.views.charts import CHARTS, build_charts
 from r3async.views.follow import FollowedRun
 from r3async.views.number_formats import format_number, format_percent, format_seconds

@@ -35,7 +35,7 @@ from r3async.envs.containers import (
 )
 from r3async.envs.pool import filter_variables
 from r3async.envs.sandbox import CommandLimits, CommandResult, can_confine
-from r3async.envs.tool_calls import run_tool_calls
+from r3async.envs.tool_call_parser import run_tool_calls
 from r3async.world.processes import run_on_own_loop
 
 BASH_TOOL: dict[str, Any] = {

@@ -22,7 +22,7 @@ from r3async.envs import (
     Message,
     StepResult,
 )
-from r3async.envs.tool_calls import parse_tool_calls, split_reasoning
+from r3async.envs.tool_call_parser import parse_tool_calls, split_reasoning
 from r3async.untrusted import MalformedError, decode_json
 from r3async.world.processes import run_on_own_loop
 

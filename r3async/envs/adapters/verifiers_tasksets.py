@@ -30,7 +30,7 @@ from r3async.envs import (
 )
 from r3async.envs.factory import import_optional_package
 from r3async.envs.seeding import seed_global_generators
-from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls
+from r3async.envs.tool_call_parser import parse_tool_calls, run_tool_calls
 
 TOOL_SECONDS = 120.0
 """Time limit of a tool call."""

@@ -22,7 +22,7 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.envs import REASONING_KEYS, Message
 from r3async.envs.row_tasks import NOT_SHOWN_OF_A_MESSAGE
-from r3async.envs.tool_calls import split_reasoning
+from r3async.envs.tool_call_parser import split_reasoning
 from r3async.rollout.call_forms import normalize_call
 from r3async.untrusted import format_value
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from r3async.config import ConfigError
-from r3async.envs.tool_calls import list_tool_names, parse_tool_calls, split_reasoning
+from r3async.envs.tool_call_parser import list_tool_names, parse_tool_calls, split_reasoning
 from r3async.rollout.endpoint.protocol import build_tool_call
 from r3async.rollout.engine import Engine, EngineError
 from r3async.rollout.renderer import ChatRenderer

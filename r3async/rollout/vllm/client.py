@@ -199,7 +199,7 @@ class EngineCoreClient:
     async def parse_tool_calls(
         self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> Any:
-        """Call `vllm.tool_parser.VllmToolParser` in the core's process."""
+        """Call `vllm.tool_parser_adapter.VllmToolParser` in the core's process."""
         return await self._call_core("r3_tool_calls", parser, text, tools)
 
     def close(self) -> None:

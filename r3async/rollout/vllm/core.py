@@ -35,7 +35,7 @@ from r3async.rollout.vllm import messages as vllm_messages
 from r3async.rollout.vllm.cpu_patches import patch_vllm_for_cpu
 from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
 from r3async.rollout.vllm.stop_strings import StopStringsMixin
-from r3async.rollout.vllm.tool_parser import VllmToolParser
+from r3async.rollout.vllm.tool_parser_adapter import VllmToolParser
 from r3async.world.processes import pause_garbage_collector
 
 LOAD_INTERVAL_SECONDS = 0.1

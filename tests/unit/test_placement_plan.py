@@ -1,4 +1,4 @@
-"""Where a run's processes go: the rules of `placement.py` on any hosts, and what is refused, with the fix."""
+"""Where a run's processes go: the rules of `placement_plan.py` on any hosts, and what is refused, with the fix."""
 
 import itertools
 from collections import Counter
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from r3async.actors.placement import (
+from r3async.actors.placement_plan import (
     PlacementError,
     ResourceDemand,
     find_smallest_layout,

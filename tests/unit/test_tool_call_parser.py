@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls, split_reasoning
+from r3async.envs.tool_call_parser import parse_tool_calls, run_tool_calls, split_reasoning
 from r3async.rollout.endpoint.protocol import parse_messages
 from r3async.untrusted import MalformedError, decode_json
 from tests.helpers.serving import ADD, SETTINGS, ask, talking, user

@@ -21,7 +21,7 @@ The components do not know the run; they return, or set an event that one of the
 * `TaskSource` (tasks.py) chooses the task of each group, and quarantines those that always fail;
 * `Fleet` (fleet.py) knows the generators and their health;
 * `GeneratorSupervisor` (generator_supervisor.py) restarts generators, adds and removes them;
-* `VersionInstaller` (installer.py) installs versions in engines, and probes them;
+* `VersionInstaller` (version_delivery.py) installs versions in engines, and probes them;
 * `Evaluator` (evaluator.py) plays evaluations beside training;
 * `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
 * `StallMonitor` (stalls.py) notices a stage that makes no progress;
@@ -63,7 +63,6 @@ from r3async.world.stages import create_stage_task, stage
 
 from .fleet import Fleet, LearnerAddress
 from .generator_supervisor import GeneratorSupervisor
-from .installer import VersionInstaller
 from .learner import TrainStepResult
 from .process import (
     RPC_SECONDS,
@@ -76,6 +75,7 @@ from .process import (
     prepare_process,
 )
 from .stalls import StallMonitor
+from .version_delivery import VersionInstaller
 
 STOP_SECONDS_WHILE_LOADING = 5.0
 

@@ -15,7 +15,7 @@ from r3async.actors.placement_plan import with_transport_host
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.ranks import RemoteRanks, load_learner
 from r3async.actors.remote_generators import RemoteModelFiles, publish_model_files
-from r3async.actors.reserved_places import RunPlacements, reserve_placements
+from r3async.actors.run_placements import RunPlacements, reserve_placements
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.start_or_resume import RunDirectory, restart_run
 from r3async.checkpoint import Checkpoint, CheckpointDirectory

@@ -16,8 +16,8 @@ from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.stages import create_stage_task
 
 from .fleet import Fleet, FleetGenerator, end_generator
-from .installer import VersionInstaller
 from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process
+from .version_delivery import VersionInstaller
 
 LEAVE_STOP_SECONDS = 10.0
 """Seconds that a generator which leaves may take to end in order."""

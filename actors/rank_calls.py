@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3async.actors.rank_actor import RankActor
-from r3async.actors.reserved_places import rank_placement
+from r3async.actors.run_placements import rank_placement
 from r3async.config import Config, config_to_dict
 from r3async.learner import LearnerError
 from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, World

@@ -17,7 +17,7 @@ import numpy as np
 from r3async.actors.rank_actor import LocalRank, RankActor
 from r3async.actors.rank_calls import RankCalls, RankLost, RankProcesses, start_ranks
 from r3async.actors.rank_recovery import RankCall, RecoveryLog
-from r3async.actors.reserved_places import CHECKPOINT_LANE, WRITE_LANE
+from r3async.actors.run_placements import CHECKPOINT_LANE, WRITE_LANE
 from r3async.actors.weight_transport import get_weights_directory
 from r3async.checkpoint import FileEntry
 from r3async.config import Config

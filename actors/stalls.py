@@ -20,9 +20,9 @@ from r3async.schedule.watchdog import Stall, Watchdog
 from r3async.world import World
 
 from .fleet import FleetGenerator, end_generator
-from .installer import VersionInstaller
 from .learner import LearnerStatus
 from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed
+from .version_delivery import VersionInstaller
 
 STALL_CHECK_SECONDS = 2.0
 """Maximum seconds between two looks at all stages."""

@@ -132,7 +132,7 @@ async def _serve_calls(pipe: Any, number: int) -> None:
     import torch  # noqa: F401
 
     from r3async.weights.tcp import TcpReceiver
-    from r3async.weights.version_file import verify_version_file
+    from r3async.weights.version_reader import verify_version_file
 
     peak = MemoryPeak()
     receiver = None

@@ -39,7 +39,7 @@ from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.transport import TrajectoryReceiver, TrajectorySender
 from r3async.transport.spool import Spool
 from r3async.world.curve_keys import ClientKeys, generate_keys
-from r3async.world.sockets import apply_client_keys, apply_server_keys
+from r3async.world.zmq_sockets import apply_client_keys, apply_server_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
 MOVED = 600_000_000

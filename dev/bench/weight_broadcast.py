@@ -43,7 +43,7 @@ from r3async.data.safetensors_header import encode_safetensors_header
 from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.tcp import TcpReceiver, TcpServer
-from r3async.weights.version_file import verify_version_file
+from r3async.weights.version_reader import verify_version_file
 from r3async.weights.version_store import DeltaVersionStore
 from r3async.world.curve_keys import generate_keys
 

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from r3async.world.curve_keys import ClientKeys, generate_keys
-from r3async.world.sockets import (
+from r3async.world.zmq_sockets import (
     CONNECT_MS,
     HANDSHAKE_TIMEOUT_MS,
     RECONNECT_MS,

@@ -21,7 +21,7 @@ from dev.chaos.crowd import ConnectionCounts
 from dev.chaos.filling import FillingScenario, mount_tmpfs
 from dev.chaos.scenario import ChaosScenario
 from r3async.record.reading import read_json_objects
-from r3async.world.sockets import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
+from r3async.world.zmq_sockets import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
 
 INSTALL_SECONDS = 8.0
 RUN_STEPS = 60

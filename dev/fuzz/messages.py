@@ -16,7 +16,7 @@ from r3async.data import control_messages, wire, wire_frames
 from r3async.data.packed_routes import RouteForm
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.transport import ReceivedTrajectory, TrajectoryReceiver
-from r3async.transport.sockets import NullSocket
+from r3async.transport.null_socket import NullSocket
 from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import MessageHandler
 from r3async.world.curve_keys import generate_keys

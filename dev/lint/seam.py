@@ -48,7 +48,7 @@ SIMULATED_PATTERNS = (
 )
 """Glob patterns of the files that the rule about the `World` applies to, new files included."""
 
-EXEMPT_FILES = {"r3async/world/sockets.py": "makes and converts keys, as only libzmq can"}
+EXEMPT_FILES = {"r3async/world/zmq_sockets.py": "makes and converts keys, as only libzmq can"}
 """Files of those packages that no simulation runs, each with the reason for its exemption."""
 
 DECODING_PATTERNS = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")

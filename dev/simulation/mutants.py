@@ -23,12 +23,12 @@ from r3async.actors import trajectory_inbox
 from r3async.actors.evaluator import Evaluator
 from r3async.actors.fleet import Fleet, FleetGenerator
 from r3async.actors.generator import GeneratorActor
-from r3async.actors.installer import VersionInstaller
 from r3async.actors.learner import LearnerActor
 from r3async.actors.lease_client import VersionGate
 from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.trajectory_inbox import TrajectoryInbox
+from r3async.actors.version_delivery import VersionInstaller
 from r3async.actors.version_writer import VersionWriter
 from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.writer import CheckpointWriter

@@ -46,7 +46,7 @@ from zmq.utils import z85
 
 from dev.simulation.loop import VirtualLoop, VirtualProcess, VirtualTimer
 from r3async.world import MAX_FRAME, Buffer, MessageHandler
-from r3async.world.sockets import (
+from r3async.world.zmq_sockets import (
     REFUSED_NO_KEY,
     REFUSED_OTHER_LEARNER,
     REFUSED_UNKNOWN_KEY,

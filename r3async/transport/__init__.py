@@ -4,9 +4,9 @@ once, trained once."""
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.data.wire_frames import WireError
 from r3async.transport.ledger import TrajectoryLedger
+from r3async.transport.null_socket import SenderRefusedError
 from r3async.transport.receiver import ReceivedTrajectory, TrajectoryReceiver
 from r3async.transport.sender import TrajectorySender
-from r3async.transport.sockets import SenderRefusedError
 from r3async.transport.trajectory_store import TrajectoryStore
 from r3async.world.curve_keys import TransportError
 

@@ -31,7 +31,7 @@ from r3async.data.wire_frames import Frame, WireError
 from r3async.transport.intake import IncomingTrajectory, ReceivedTrajectory, TrajectoryIntake
 from r3async.transport.ledger import TrajectoryLedger
 from r3async.transport.memory_budget import NO_GROUP_LIMIT, MemoryBudget
-from r3async.transport.sockets import NullSocket
+from r3async.transport.null_socket import NullSocket
 from r3async.transport.trajectory_store import TrajectoryStore
 from r3async.world import EventReporter, MessageSocket, World, ignore_event
 from r3async.world.curve_keys import ServerKeys, TransportError

@@ -23,8 +23,8 @@ from r3async.data.control_messages import (
 )
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.data.wire_frames import Frame, WireError
+from r3async.transport.null_socket import NullSocket, SenderRefusedError, TrajectoryValidator
 from r3async.transport.outbox import Outbox, OutgoingTrajectory
-from r3async.transport.sockets import NullSocket, SenderRefusedError, TrajectoryValidator
 from r3async.transport.trajectory_encoder import EncodeResult, SendWaiter, TrajectoryEncoder
 from r3async.world import MessageSocket, World
 from r3async.world.curve_keys import ClientKeys, TransportError

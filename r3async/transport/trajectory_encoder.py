@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from r3async.config import TransportConfig
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import decoded_bytes, encode_trajectory
+from r3async.transport.null_socket import OFFLOAD_BYTES, TrajectoryValidator
 from r3async.transport.outbox import OutgoingTrajectory
-from r3async.transport.sockets import OFFLOAD_BYTES, TrajectoryValidator
 from r3async.world import TURN_SECONDS, World
 from r3async.world.curve_keys import TransportError
 from r3async.world.real import REAL_WORLD

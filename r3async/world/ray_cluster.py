@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from r3async.world import (
@@ -27,6 +26,11 @@ from r3async.world import (
 from r3async.world.interfaces import interface_address
 from r3async.world.keeper import STOP_SIGNALS
 from r3async.world.kept_programs import kill_processes, list_process_trees
+from r3async.world.ray_placement_groups import (
+    RayReservation,
+    build_scheduling_strategy,
+    reserve_placement_groups,
+)
 
 DEFAULT_OPTIONS = ActorOptions()
 SPARE_ACTORS = 16
@@ -36,9 +40,6 @@ RESTART_RETRY_SECONDS = 1.0
 """Pause before a restarted actor that could not be constructed ends, and is restarted again."""
 RESERVE_RETRY_SECONDS = 0.25
 """Seconds between two attempts to reserve resources."""
-RESERVE_TIMEOUT_SECONDS = 2.0
-"""Seconds after which a reservation counts as failed. Ray reserves free resources in milliseconds;
-what it cannot reserve in this time, others have taken."""
 
 
 STARTUP_TIMEOUT_TEXT = "timed out during startup"
@@ -116,22 +117,6 @@ def _ending_if_its_restart_fails(actor_class: type) -> type:
     return RestartableActor
 
 
-@dataclass(frozen=True)
-class RayReservation:
-    """A reservation of bundles on a Ray cluster.
-
-    Attributes:
-        placement_groups: Ray's placement groups.
-        bundle_locations: For each bundle, the index of its group and its index in it.
-    """
-
-    placement_groups: tuple[Any, ...]
-    bundle_locations: tuple[tuple[int, int], ...]
-
-    def __len__(self) -> int:
-        return len(self.bundle_locations)
-
-
 class RayActors:
     """Actors on a Ray cluster, as `world.Actors`.
 
@@ -185,7 +170,7 @@ class RayActors:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return _reserve_placement_groups(plan(self.list_nodes()))
+                return reserve_placement_groups(plan(self.list_nodes()))
             except InsufficientResourcesError:
                 if time.monotonic() >= deadline:
                     raise
@@ -235,7 +220,9 @@ class RayActors:
         if actor_options.max_concurrency is not None:
             options["max_concurrency"] = actor_options.max_concurrency
         if actor_options.reserved_bundle is not None:
-            options["scheduling_strategy"] = _scheduling_strategy(*actor_options.reserved_bundle)
+            options["scheduling_strategy"] = build_scheduling_strategy(
+                *actor_options.reserved_bundle
+            )
         elif actor_options.same_node:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -323,59 +310,6 @@ def _cluster_node(node: Any, free: Any, home: str) -> ClusterNode:
         node["NodeID"] == home,
         float(total.get("object_store_memory", 0)),
     )
-
-
-def _reserve_placement_groups(bundles: Sequence[ResourceBundle]) -> RayReservation:
-    """Reserve the bundles. Those that stay share one group, with fixed hosts; each one that can
-    move has its own group, whose host is only preferred."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    staying = [bundle for bundle in bundles if not bundle.can_move]
-    groups = []
-    at = list[tuple[int, int]]()
-    fixed = 0
-    if staying:
-        wanted = [{"ray.io/node-id": bundle.node_id} for bundle in staying]
-        groups.append(
-            placement_group(
-                [_bundle_resources(b) for b in staying], "PACK", bundle_label_selector=wanted
-            )
-        )
-    for bundle in bundles:
-        if bundle.can_move:
-            at.append((len(groups), 0))
-            groups.append(
-                placement_group(
-                    [_bundle_resources(bundle)],
-                    "STRICT_PACK",
-                    _soft_target_node_id=bundle.node_id or None,
-                )
-            )
-        else:
-            at.append((0, fixed))
-            fixed += 1
-    deadline = time.monotonic() + RESERVE_TIMEOUT_SECONDS
-    if all(group.wait(max(0.01, deadline - time.monotonic())) for group in groups):
-        return RayReservation(tuple(groups), tuple(at))
-    for group in groups:
-        remove_placement_group(group)
-    asked = sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
-    raise InsufficientResourcesError(
-        f"others were faster: Ray could not reserve {asked[0]:g} GPUs and "
-        f"{asked[1]:g} CPUs as planned"
-    )
-
-
-def _bundle_resources(bundle: ResourceBundle) -> dict[str, float]:
-    return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
-
-
-def _scheduling_strategy(reservation: Reservation, bundle: int) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    assert isinstance(reservation, RayReservation)
-    group, index = reservation.bundle_locations[bundle]
-    return PlacementGroupSchedulingStrategy(reservation.placement_groups[group], index)
 
 
 def _start_local_ray(capacity: int) -> list[int]:

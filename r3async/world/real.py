@@ -42,7 +42,7 @@ class RealWorld:
         return keeper
 
     def open_sockets(self) -> Sockets:
-        from r3async.world.sockets import ZeroMqSockets
+        from r3async.world.zmq_sockets import ZeroMqSockets
 
         return ZeroMqSockets()
 

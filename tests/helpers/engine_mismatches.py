@@ -12,7 +12,7 @@ from torch import Tensor
 
 from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.version_file import VersionFile
+from r3async.weights.version_reader import VersionFile
 from tests.helpers.mismatches import Fault, changed
 
 IN_ENGINE = [

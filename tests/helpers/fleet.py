@@ -6,8 +6,8 @@ import numpy as np
 
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.generator_supervisor import GeneratorSupervisor
-from r3async.actors.installer import VersionInstaller
 from r3async.actors.lease_dispatcher import LeaseDispatcher
+from r3async.actors.version_delivery import VersionInstaller
 from r3async.actors.version_writer import Published
 from r3async.config import ScheduleConfig, load_config
 from r3async.rollout.engine import InstallReport

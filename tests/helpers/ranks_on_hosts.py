@@ -18,13 +18,13 @@ import psutil
 from dev.bench.transfer import MemoryPeak
 from r3async.actors.rank_actor import LocalRank, RankActor
 from r3async.actors.ranks import RemoteRanks
-from r3async.actors.reserved_places import rank_placement
+from r3async.actors.run_placements import rank_placement
 from r3async.actors.version_writer import VersionWriter
 from r3async.actors.weight_transport import build_weight_receiver, build_weight_server
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.versions import FIRST_LINEAGE
 from r3async.record.timeline import Timeline
-from r3async.weights.version_file import verify_version_file
+from r3async.weights.version_reader import verify_version_file
 from r3async.world import ActorOptions, ResourceBundle
 from r3async.world.curve_keys import generate_keys
 from r3async.world.real import REAL_WORLD

@@ -16,9 +16,9 @@ from r3async.config import TransportConfig
 from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import ReceivedTrajectory, TrajectoryReceiver, TrajectorySender
-from r3async.transport.sockets import TrajectoryValidator
+from r3async.transport.null_socket import TrajectoryValidator
 from r3async.world.curve_keys import ClientKeys, ServerKeys
-from r3async.world.sockets import apply_client_keys
+from r3async.world.zmq_sockets import apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)
 SLOW = TransportConfig(ack_timeout=60.0)

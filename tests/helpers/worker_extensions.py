@@ -7,7 +7,7 @@ import torch
 
 from r3async.rollout.vllm.worker import WorkerExtension, digest_parameters
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.version_file import VersionFile
+from r3async.weights.version_reader import VersionFile
 
 
 class FaultyExtension(WorkerExtension):

@@ -13,7 +13,7 @@ from r3async.learner.torch.backend import TorchLearner
 from r3async.weights.delta import apply_delta, digest_version
 from r3async.weights.interfaces import delta_path
 from r3async.weights.sharded_store import PartFolder, ShardedVersionStore
-from r3async.weights.version_file import verify_version_file
+from r3async.weights.version_reader import verify_version_file
 from r3async.world.disk import SystemFiles
 from tests.helpers.parity import config
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from r3async.actors.placement_plan import PlacementError, ResourceDemand, plan_layout
 from r3async.actors.process import RunFailed
-from r3async.actors.reserved_places import reserve_placements
+from r3async.actors.run_placements import reserve_placements
 from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.plan import make_run_plan

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from r3async.actors.rank_actor import LocalRank, RankActor
 from r3async.actors.ranks import RemoteRanks
-from r3async.actors.reserved_places import WRITE_LANE, rank_placement
+from r3async.actors.run_placements import WRITE_LANE, rank_placement
 from r3async.config import Config, config_to_dict
 from r3async.learner import LearnerError
-from r3async.weights.version_file import verify_version_file
+from r3async.weights.version_reader import verify_version_file
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import LENGTHS, batch, config, of_rank

@@ -17,7 +17,7 @@ from dev.simulation.loop import VirtualLoop, VirtualProcess
 from dev.simulation.network import SimulatedNetwork
 from r3async.world import MAX_FRAME, Sockets
 from r3async.world.curve_keys import generate_keys
-from r3async.world.sockets import REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, ZeroMqSockets
+from r3async.world.zmq_sockets import REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, ZeroMqSockets
 from tests.helpers.sockets import LOOPBACK, Ear
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from r3async.actors.conductor import Conductor
 from r3async.actors.fleet import Fleet, LearnerAddress
-from r3async.actors.installer import VersionInstaller
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.run_setup import RunSetup
+from r3async.actors.version_delivery import VersionInstaller
 from r3async.config import config_to_dict, load_config
 from r3async.tools.train import train
 from r3async.world import ActorLostError
@@ -121,7 +121,7 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
 
 
 async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
-    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
+    monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install_version")})
     installer = VersionInstaller(fleet, StandIn(), LearnerAddress("", ""), None, published(0))

@@ -86,7 +86,7 @@ async def test_what_does_not_come_in_time_is_no_refusal_however_often(installer,
 @pytest.fixture
 def soon(monkeypatch):
     """A disk is tried again at once."""
-    monkeypatch.setattr("r3async.actors.installer.DiskRetrier", partial(DiskRetrier, retry_seconds=0.01))
+    monkeypatch.setattr("r3async.actors.version_delivery.DiskRetrier", partial(DiskRetrier, retry_seconds=0.01))
 
 
 async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(installer, fleet, handles, soon):
@@ -534,7 +534,7 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("r3async.actors.installer.DELIVERY_POLL_SECONDS", 0.01)
+    monkeypatch.setattr("r3async.actors.version_delivery.DELIVERY_POLL_SECONDS", 0.01)
 
 
 async def fall_silent(fleet, name):
@@ -599,7 +599,7 @@ async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(ins
 
 
 async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(installer, fleet, handles, monkeypatch):
-    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
+    monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
     handles["generator-0"].may_install.clear()
     await fall_silent(fleet, "generator-0")
     assert await asyncio.wait_for(deliver(installer, 1), 10) is not None

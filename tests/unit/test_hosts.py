@@ -34,7 +34,7 @@ from r3async.weights.nccl import (
     open_nccl_socket,
     request_receive_offer,
 )
-from r3async.weights.version_file import verify_version_file
+from r3async.weights.version_reader import verify_version_file
 from r3async.world.curve_keys import generate_keys
 from r3async.world.real import RealWorld
 from tests.helpers.serving import answer_ids, ready, renderer, serving

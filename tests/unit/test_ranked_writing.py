@@ -14,7 +14,7 @@ from r3async.learner import LearnerError
 from r3async.weights.delta import digest_version
 from r3async.weights.interfaces import delta_path
 from r3async.weights.manifest import WeightError
-from r3async.weights.version_file import iter_verified_tensors, verify_version_file
+from r3async.weights.version_reader import iter_verified_tensors, verify_version_file
 
 
 class Backend:

@@ -285,7 +285,7 @@ from tests.helpers.transport import SERVER_KEYS
 
 FLOOD = '''
 import sys, zmq
-from r3async.world.sockets import apply_client_keys
+from r3async.world.zmq_sockets import apply_client_keys
 from tests.helpers.transport import CLIENT_KEYS
 dealer = zmq.Context().socket(zmq.DEALER)
 dealer.linger, dealer.sndhwm = 0, 0

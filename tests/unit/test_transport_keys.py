@@ -35,7 +35,7 @@ from r3async.world.curve_keys import (
     resolve_generator_keys,
     resolve_learner_keys,
 )
-from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY
+from r3async.world.zmq_sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY
 from tests.helpers.transport import (
     CLIENT_KEYS,
     FAST,

@@ -27,7 +27,7 @@ from r3async.data.tokens import SCHEMA, Trajectory, format_trajectory_id, is_tra
 from r3async.data.wire_frames import PIECE_BYTES, WireError, join_pieces, split_frames
 from r3async.transport import TrajectoryReceiver
 from r3async.transport.spool import Spool
-from r3async.world.sockets import (
+from r3async.world.zmq_sockets import (
     CONNECT_MS,
     HANDSHAKE_TIMEOUT_MS,
     MAX_NEW_PEERS,
@@ -112,7 +112,7 @@ def test_a_frame_without_an_end_is_refused():
 
 
 async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
-    monkeypatch.setattr("r3async.world.sockets.HANDSHAKE_TIMEOUT_MS", 300)
+    monkeypatch.setattr("r3async.world.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 300)
     async with receiving(Inbox()) as (_, endpoint):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
         writer.write(GREETING)
@@ -125,8 +125,8 @@ async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
 
 async def test_thousands_of_strangers_do_not_take_the_descriptors_of_the_process(monkeypatch):
     """They connect and say nothing. As many as may be are let in, and who has a key is, when those have had their time."""
-    monkeypatch.setattr("r3async.world.sockets.HANDSHAKE_TIMEOUT_MS", 1500)
-    monkeypatch.setattr("r3async.world.sockets.MAX_NEW_PEERS", 50)
+    monkeypatch.setattr("r3async.world.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 1500)
+    monkeypatch.setattr("r3async.world.zmq_sockets.MAX_NEW_PEERS", 50)
     inbox, process = Inbox(), psutil.Process()
     async with receiving(inbox, TransportConfig(ack_timeout=0.3)) as (_, endpoint):
         address, strangers = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1])), list[socket.socket]()
@@ -158,7 +158,7 @@ def crowd_of(count, endpoint):
 
 
 async def test_a_busy_event_loop_lets_no_more_strangers_in(monkeypatch):
-    monkeypatch.setattr("r3async.world.sockets.MAX_NEW_PEERS", 50)
+    monkeypatch.setattr("r3async.world.zmq_sockets.MAX_NEW_PEERS", 50)
     process, hold_up = psutil.Process(), time.sleep
     async with receiving(Inbox()) as (_, endpoint):
         before = process.num_fds()
@@ -176,7 +176,7 @@ def waited_outside(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds until a dealer is let in among 1,500 strangers who come back when they are turned out. Whoever meets a closed door
     tries again as the kernel does, after 1, 2, 4, ... s; the dealer begins anew."""
     clock, rng, dealer = [0.0], random.Random(seed), 1500
-    monkeypatch.setattr("r3async.world.sockets.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("r3async.world.zmq_sockets.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     random.seed(seed)
     door = ConnectionLimiter()
     begins = rng.uniform(20, 25)
@@ -202,7 +202,7 @@ def test_who_has_a_key_is_let_in_among_strangers_who_come_back_at_once(monkeypat
 
 def test_those_who_came_longer_ago_than_a_handshake_takes_close_no_door(monkeypatch):
     clock, door = [0.0], ConnectionLimiter()
-    monkeypatch.setattr("r3async.world.sockets.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("r3async.world.zmq_sockets.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     for _ in range(2 * MAX_NEW_PEERS):
         clock[0] += 2 * HANDSHAKE_TIMEOUT_MS / 1000 / MAX_NEW_PEERS
         door.count_accepted()
@@ -210,7 +210,7 @@ def test_those_who_came_longer_ago_than_a_handshake_takes_close_no_door(monkeypa
 
 
 def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
-    monkeypatch.setattr("r3async.world.sockets.HANDSHAKE_TIMEOUT_MS", 300)
+    monkeypatch.setattr("r3async.world.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 300)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(ConnectionLimiter()) as door:
         door.add_listener(listener.fileno())
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -250,7 +250,7 @@ def test_the_limit_of_descriptors_is_raised_and_where_it_cannot_be_the_door_is_c
         system = types.SimpleNamespace(
             RLIMIT_NOFILE=7, getrlimit=lambda what: limits, setrlimit=lambda what, pair: done.append(pair)
         )
-        monkeypatch.setattr("r3async.world.sockets.resource", system)
+        monkeypatch.setattr("r3async.world.zmq_sockets.resource", system)
         door.keep_reserve()
     assert (door.opens_at is not None) is shut
     assert done == ([] if raised is None else [(raised, hard)])

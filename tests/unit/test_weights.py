@@ -27,7 +27,7 @@ from r3async.weights.delta import (
 )
 from r3async.weights.host_weights import SafetensorsEncoder
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
-from r3async.weights.version_file import iter_verified_tensors, verify_version_file
+from r3async.weights.version_reader import iter_verified_tensors, verify_version_file
 from r3async.weights.version_store import VersionStore
 from r3async.world.disk import SystemFiles
 

@@ -21,7 +21,7 @@ from r3async.weights import tcp
 from r3async.weights.delta import digest_version
 from r3async.weights.sharded_store import PartFolder
 from r3async.weights.tcp import PartServer, TcpReceiver, TcpServer
-from r3async.weights.version_file import iter_verified_tensors, verify_version_file
+from r3async.weights.version_reader import iter_verified_tensors, verify_version_file
 from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 from tests.unit.test_ranked_writing import Backend, Called

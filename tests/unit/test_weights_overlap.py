@@ -13,7 +13,6 @@ import r3async.actors.conductor
 import r3async.actors.learner
 from r3async.actors.conductor import Conductor
 from r3async.actors.fleet import LearnerAddress
-from r3async.actors.installer import VersionInstaller
 from r3async.actors.learner import (
     LearnerActor,
     LearnerComponents,
@@ -26,6 +25,7 @@ from r3async.actors.rank_actor import LocalRank
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep
+from r3async.actors.version_delivery import VersionInstaller
 from r3async.actors.version_writer import Published, VersionWriter
 from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError

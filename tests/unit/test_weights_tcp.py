@@ -35,11 +35,11 @@ from r3async.weights.relay import (
     decode_relay_message,
 )
 from r3async.weights.tcp import TcpReceiver, TcpServer
-from r3async.weights.version_file import iter_verified_tensors, verify_version_file
+from r3async.weights.version_reader import iter_verified_tensors, verify_version_file
 from r3async.weights.version_store import DeltaVersionStore
 from r3async.world.disk import write_at
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ZeroMqSockets
+from r3async.world.zmq_sockets import ZeroMqSockets
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
 

@@ -35,7 +35,7 @@ from r3async.rollout.vllm.messages import build_sampling_params
 from r3async.rollout.vllm.running_requests import CALL_TIMEOUT, RequestRegistry, RunningRequest
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
-from r3async.weights.version_file import verify_version_file
+from r3async.weights.version_reader import verify_version_file
 from r3async.world.kept_programs import kill_processes
 from r3async.world.stages import create_stage_task
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from r3async.weights.manifest import TensorMismatch, WeightManifest
-from r3async.weights.version_file import iter_verified_tensors
+from r3async.weights.version_reader import iter_verified_tensors
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _TAG_BASE = 128

@@ -33,7 +33,7 @@ from r3async.rollout.vllm.weight_comparison import (
 from r3async.untrusted import decode_msgpack
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import request_receive_offer
-from r3async.weights.version_file import VersionFile, map_file_privately
+from r3async.weights.version_reader import VersionFile, map_file_privately
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from r3async.data.versions import FIRST_LINEAGE, Lineage
 
 
 class RunSetup(msgspec.Struct, frozen=True):
-    """What all actors of one start of a run are told.
+    """The values that all actors of one start of a run are given.
 
     Attributes:
         config: The configuration as plain data; see `config_from_dict`.

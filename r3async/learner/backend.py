@@ -261,8 +261,8 @@ class LearnerBackend:
 
     @contextmanager
     def discard_on_error(self) -> Iterator[None]:
-        """If this block fails, discard what it left behind and the next step would add to:
-        gradients, counts, and what a pass left in the model."""
+        """Discard what a block that fails has left: gradients, counts and the state of a pass in
+        the model. The next step would add to them."""
         try:
             yield
         except BaseException:

@@ -46,4 +46,4 @@ class GradientReducer:
         return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
 
     def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """With `shares`, fill in, in place, the other rows from the ranks that updated them."""
+        """Fill in, in place, the rows that other ranks have updated, if there are `shares`."""

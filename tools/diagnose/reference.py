@@ -18,7 +18,7 @@ from r3async.learner.torch.routers import TopKInterceptor, is_expert_choice
 
 @dataclass(frozen=True)
 class StageInput:
-    """What a witness fed into a stage of a layer.
+    """The input that a witness fed into a stage of a layer.
 
     Attributes:
         layer: -1 for a stage outside the layers.

@@ -123,7 +123,7 @@ class FollowedFile:
 
 
 class RunNews(NamedTuple):
-    """News of a run: what was written to its directory since the last call, as objects of its files."""
+    """News of a run: the objects that its files got since the last call."""
 
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]

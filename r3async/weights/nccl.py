@@ -356,17 +356,19 @@ class NcclSender:
             start_process=lambda name: self._start_process(self._endpoint, name),
         )
         with contextlib.closing(router):
-            while not self._closing.is_set():
-                if router.poll(POLL_MILLISECONDS):
-                    sender, *data = router.recv_multipart()
-                    with contextlib.suppress(MalformedError):  # not one of ours
-                        links.handle_message(
-                            sender, decode_nccl_message(b"".join(data)), time.monotonic()
-                        )
-                links.drop_overdue_links(time.monotonic())
+            try:
+                while not self._closing.is_set():
+                    if router.poll(POLL_MILLISECONDS):
+                        sender, *data = router.recv_multipart()
+                        with contextlib.suppress(MalformedError):  # not one of ours
+                            links.handle_message(
+                                sender, decode_nccl_message(b"".join(data)), time.monotonic()
+                            )
+                    links.drop_overdue_links(time.monotonic())
+                    _send_messages(router, links.outbox)
+            finally:  # no process of a link outlives this thread, whatever ends it
+                links.close()
                 _send_messages(router, links.outbox)
-            links.close()
-            _send_messages(router, links.outbox)
 
 
 def _send_messages(router: zmq.Socket[bytes], outbox: list[tuple[bytes, NcclMessage]]) -> None:

@@ -65,6 +65,7 @@ import psutil
 from ray._private import services
 from r3async.world import ActorOptions
 from r3async.world.real import REAL_WORLD
+from tests.helpers.processes import has_ended
 
 class Echo:
     def __init__(self, world): pass
@@ -84,7 +85,7 @@ try:
     actor = REAL_WORLD.actors.spawn_actor(Echo, name="only", actor_options=ActorOptions(threads=1))
     pid = asyncio.run(actor.call("pid", timeout=90))
     below = {p.pid: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
-    alive = [p for p in asked[0] if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"]
+    alive = [p for p in asked[0] if not has_ended(p)]
     print(json.dumps([len(asked[0]), alive, below.pop(pid), list(below.values())]))
 finally:
     REAL_WORLD.actors.leave_cluster()

@@ -13,7 +13,6 @@ import time
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 
 from dev.bench import start, transport
@@ -37,6 +36,7 @@ from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.learner.packing_plan import CostModel
 from tests.helpers.cli import run_program
+from tests.helpers.processes import has_ended
 
 PLAN = ComparisonPlan(["a"], [0], steps=20)
 
@@ -123,7 +123,7 @@ with end_on_sigterm(), start_process([sys.executable, "-c", "import time; time.s
     bench.terminate()
     assert bench.wait(30) == 128 + signal.SIGTERM
     bench.stdout.close()
-    assert not psutil.pid_exists(pid)
+    assert has_ended(pid)
 
 
 # -- e2e ---------------------------------------------------------------------------------------------------------------

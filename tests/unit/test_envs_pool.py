@@ -20,6 +20,7 @@ from r3async.envs import Action, EnvironmentFailed, HasOracle
 from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.pool import WorkerPool
+from tests.helpers.processes import has_ended
 from tests.helpers.rewards import mean_reward
 from tests.helpers.transport import until
 
@@ -252,11 +253,11 @@ def test_no_process_outlives_its_owner(doing):
         if doing == "stopped":
             os.kill(pid, signal.SIGSTOP)
         if doing != "leave":
-            assert psutil.pid_exists(pid)
+            assert not has_ended(pid)
             time.sleep(0.5)
             owner.kill()
         owner.wait(30)
-        asyncio.run(until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE))
+        asyncio.run(until(lambda: has_ended(pid)))
 
 
 async def test_modules_found_here_are_found_there(make, tmp_path, monkeypatch):

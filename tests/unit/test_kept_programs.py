@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from r3async.world.kept_programs import KeptProgram
+from tests.helpers.processes import has_ended
 
 HIDES = """
 env -i setsid /bin/sh -c 'trap "{trap}" TERM; echo $$ > {mark}~; mv {mark}~ {mark}; while :; do sleep 0.05; done' &
@@ -18,10 +18,6 @@ while [ ! -e {mark} ]; do sleep 0.01; done
 {then}
 """
 """A shell script that starts a process with an empty environment and a session of its own."""
-
-
-def is_gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def wait_until(condition, seconds=20.0):
@@ -37,9 +33,9 @@ def test_what_a_program_left_runs_on_until_the_program_is_ended(tmp_path, grace)
     program = KeptProgram(["/bin/sh", "-c", HIDES.format(mark=mark, trap=":", then="exit 3")], grace=grace)
     assert program.wait(20) == 3
     left = int(mark.read_text())
-    assert not is_gone(left)
+    assert not has_ended(left)
     program.end()
-    assert is_gone(left)
+    assert has_ended(left)
     program.end()  # once more does nothing
 
 
@@ -52,7 +48,7 @@ async def test_a_program_is_ended_with_a_request_first(tmp_path):
     await program.end_async()
     assert time.monotonic() < begun + 15, "what has ended is not waited for"
     assert obeyed.exists()
-    assert is_gone(int(mark.read_text()))
+    assert has_ended(int(mark.read_text()))
     assert await program.wait_async() == -signal.SIGTERM
 
 
@@ -73,6 +69,7 @@ async def test_a_program_that_is_waited_for_is_ended_at_once(cancelled):
 OWNER = """
 import sys, time
 from r3async.world.kept_programs import KeptProgram
+from tests.helpers.processes import has_ended
 program = KeptProgram(["/bin/sh", "-c", sys.argv[1]])
 time.sleep(600)
 """
@@ -85,7 +82,7 @@ def test_nothing_of_a_program_outlives_an_owner_that_is_killed(tmp_path):
         wait_until(mark.exists)
         owner.kill()
     left = int(mark.read_text())
-    wait_until(lambda: is_gone(left))
+    wait_until(lambda: has_ended(left))
 
 
 def test_signals_that_are_blocked_here_reach_the_program():

@@ -327,7 +327,8 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> Non
     )
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, PackedModel._trial_forward.__name__)
+    for trial in (PackedModel._find_leaks, PackedModel._trial_forward):
+        register_fsdp_forward_method(model, trial.__name__)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -414,8 +414,13 @@ def count_layer_activations(
     if shape.kv_rank:
         both = a * (2 * shape.qk_dim + shape.value_dim)
         attention = 2 * h + 2 * (shape.query_rank + shape.kv_rank) + 2 * both + a * shape.value_dim
+    if index not in shape.attention_layers:
+        attention = 0
+    if index in shape.recurrent_layers:
+        # What its projections return is kept, before and after the convolution, in float32.
+        attention += 2 * h + 4 * shape.recurrent_parameters // h
     if index not in shape.moe_layers:
-        return attention + 2 * h + 5 * shape.mlp_width, 0.0
+        return attention + 2 * h + 5 * shape.mlp_width * (index in shape.dense_layers), 0.0
     mixture = (
         shape.top_k * (h + (3 if own_kernels else 6) * shape.expert_width)
         + 4 * shape.num_experts
@@ -474,9 +479,8 @@ def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     heads = max(1, shape.num_kv_heads // tp)  # fewer heads than ranks are held more than once
     # Latent attention keeps the compressed form of keys and values, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
-    per_token = (
-        shape.num_layers * values * (CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width)
-    )
+    cached = CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width
+    per_token = len(shape.attention_layers) * values * cached
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
     graphs = 0.0
     if shape.num_parameters > GPU_PARAMETERS:

@@ -13,7 +13,8 @@ QueryNorm = Literal["", "head", "whole"]
 a token together."""
 
 EXPERT_BIAS_SUFFIX = "e_score_correction_bias"
-"""Suffix of the names of tensors that decide, together with the scores, which experts are
+EXPERT_BIAS_SUFFIXES = (EXPERT_BIAS_SUFFIX, "expert_bias")
+"""Suffixes of the names of tensors that decide, together with the scores, which experts are
 chosen. They are float32 in models of any dtype, in engines too: a rounded one would
 choose other experts."""
 

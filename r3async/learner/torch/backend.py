@@ -251,12 +251,15 @@ def find_adapter_candidates(
         for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())
     }
     routers = {id(p) for router in model.routers for p in router.parameters()}
+    convolutions = {
+        id(p) for m in model.modules() if isinstance(m, torch.nn.Conv1d) for p in m.parameters()
+    }
     out = []
     for name, p in model.causal_lm.named_parameters():
         router = id(p) in routers
         if (
             p.ndim < 2
-            or id(p) in ends
+            or id(p) in ends | convolutions
             or name.endswith("bias")
             or (router and config.freeze_router)
         ):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
@@ -24,9 +24,10 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations import moe
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from r3async.data.model_shape import ModelShapeError, read_moe_layers
-from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIXES
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.deterministic_gather import DeterministicGather
@@ -112,6 +113,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     or a weight is missing or left over.
     """
     try:
+        _declare_float32(path)
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -123,7 +125,12 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         # Many kinds: files, their headers, names, shapes, an unknown model type.
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
     _check_loading(path, info)
-    return _prepare_model(model)
+    model = _prepare_model(model)
+    for parameter in model.parameters():
+        # Some classes keep routers in float32. Several ranks gather them in `dtype`, versions are
+        # published in it, and engines compute with it: one rank does as well.
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
@@ -139,7 +146,22 @@ def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
             )
 
 
+def _declare_float32(path: Path) -> None:
+    """Have transformers keep expert biases in float32 whatever a model's dtype. Not all classes do
+    (MiniMax-M2's does not)."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if known is not None:
+        known._keep_in_fp32_modules_strict = set(EXPERT_BIAS_SUFFIXES)
+
+
 def _prepare_model(model: PreTrainedModel) -> PreTrainedModel:
+    for name, parameter in list(model.named_parameters()):
+        # A parameter in Ernie 4.5: no gradient reaches it, but the optimizer would make it smaller.
+        if name.endswith(EXPERT_BIAS_SUFFIXES):
+            owner, _, own_name = name.rpartition(".")
+            delattr(model.get_submodule(owner), own_name)
+            model.get_submodule(owner).register_buffer(own_name, parameter.detach())
     # With this flag a model collects all router logits; there is no auxiliary loss here.
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False
@@ -455,9 +477,9 @@ class PackedModel(nn.Module):
         Experts are chosen by their scores and these biases.
         """
         named = {
-            id(buffer): (name, buffer)
+            id(buffer): (name, buffer.view(-1))
             for name, buffer in self.causal_lm.named_buffers()
-            if name.endswith(EXPERT_BIAS_SUFFIX)
+            if name.endswith(EXPERT_BIAS_SUFFIXES)
         }
         found = [
             [named[id(b)] for b in router.buffers() if id(b) in named] for router in self.routers

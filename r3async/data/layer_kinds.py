@@ -128,7 +128,7 @@ def _list_mixers(config: Mapping[str, Any], layers: int) -> list[str]:
 def _list_mixtures(config: Mapping[str, Any], kinds: list[str]) -> list[int]:
     """Return the indices of the layers that are mixtures of experts, in a model that has some."""
     layers = range(len(kinds))
-    if "moe" in kinds:
+    if any(kind in FEED_FORWARD_KINDS for kind in kinds):
         return [i for i in layers if kinds[i] == "moe"]
     feed_forwards = config.get("mlp_layer_types")
     if feed_forwards:
@@ -208,9 +208,7 @@ def _count_mamba2(c: Mapping[str, Any], hidden: int) -> int:
     inner = heads * size
     convolved = inner + 2 * groups * state
     norm = inner if c.get("mamba_rms_norm", c.get("model_type") != "falcon_h1") else 0
-    return (
-        hidden * (2 * inner + convolved + heads) + convolved * (kernel + 1) + 3 * heads + norm
-    )
+    return hidden * (2 * inner + convolved + heads) + convolved * (kernel + 1) + 3 * heads + norm
 
 
 def _count_mamba1(c: Mapping[str, Any], hidden: int) -> int:

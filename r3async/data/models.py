@@ -214,12 +214,14 @@ _HYBRID_MOE_KEYS = (
 _DELTA_MLA_KEYS = (
     *_HYBRID_SIZE_KEYS,
     "intermediate_size",
+    _KV_HEADS_KEY,
     "num_experts_per_tok",
     _EXPERT_WIDTH_KEY,
     "n_shared_experts",
     "n_group",
     *(key for key in _MLA_KEYS if key != "q_lora_rank"),
     "linear_num_heads|linear_attn_config",
+    "linear_conv_kernel_dim|linear_attn_config",
 )
 _QWEN_HYBRID: dict[str, Any] = {
     "query_norm": "head",
@@ -276,6 +278,7 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
             *_HYBRID_SIZE_KEYS,
             "intermediate_size",
             _KV_HEADS_KEY,
+            "head_dim",
             "mamba_num_heads",
             "mamba_head_dim",
         ),
@@ -283,7 +286,11 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
         router_score="sigmoid",
         moe_module="mixer",
         has_gated_experts=False,
-        mixture_size_keys=("n_shared_experts", _EXPERT_WIDTH_KEY),
+        mixture_size_keys=(
+            "n_shared_experts",
+            _EXPERT_WIDTH_KEY,
+            "moe_shared_expert_intermediate_size",
+        ),
     ),
     "kimi_linear": ModelArchitecture(
         title="Kimi Linear",
@@ -319,6 +326,7 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
             _KV_HEADS_KEY,
             "first_k_dense_replace",
             "layer_types",
+            "conv_L_cache",
         ),
         query_norm="head",
         router_score="sigmoid",
@@ -365,12 +373,21 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
         moe_module="",
     ),
     "bamba": ModelArchitecture(
-        title="Bamba", example_models="Bamba-9B", size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size", _KV_HEADS_KEY, *_MAMBA2_KEYS), moe_module=""
+        title="Bamba",
+        example_models="Bamba-9B",
+        size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size", _KV_HEADS_KEY, *_MAMBA2_KEYS),
+        moe_module="",
     ),
     "falcon_h1": ModelArchitecture(
         title="Falcon-H1",
         example_models="Falcon-H1-0.5B … Falcon-H1-34B",
-        size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size", _KV_HEADS_KEY, *_MAMBA2_KEYS),
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _KV_HEADS_KEY,
+            "mamba_d_ssm",
+            *_MAMBA2_KEYS,
+        ),
         moe_module="",
     ),
     "minimax_m2": ModelArchitecture(

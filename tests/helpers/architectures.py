@@ -40,7 +40,7 @@ DELTA = {
 }
 CHANNELS = {
     **{"q_lora_rank": None, "num_local_experts": EXPERTS, "moe_intermediate_size": 48, "n_shared_experts": 1},
-    **{"n_group": 1, "topk_group": 1, "linear_head_dim": 16, "linear_num_heads": 4},
+    **{"n_group": 1, "topk_group": 1, "linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4},
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 MAMBA2 = {
@@ -105,16 +105,33 @@ TORCH_ONLY: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "num_hidden_layers": None,
         "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"],
-        **{"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8},
+        **{
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "conv_kernel": 4,
+        },
         **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40, "n_routed_experts": EXPERTS},
+        **{"n_shared_experts": 1, "head_dim": 16},
     },
     "kimi_linear": {**LATENT, **CHANNELS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "bailing_hybrid": {**LATENT, **CHANNELS, "layer_group_size": 3, "num_mtp_layers": 0, "first_k_dense_replace": 1},
     "minimax": {"head_dim": 16, "num_local_experts": EXPERTS, "block_size": 8, "layer_types": STATES},
-    "lfm2_moe": {**MIXTURE, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {
+        **MIXTURE,
+        "num_dense_layers": 1,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "granitemoehybrid": {
         **MAMBA2,
-        **{"num_local_experts": EXPERTS, "shared_intermediate_size": 40, "layer_types": ["mamba", "attention", "mamba"]},
+        **{
+            "num_local_experts": EXPERTS,
+            "shared_intermediate_size": 40,
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
         **{"logits_scaling": 6.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     },
     "jamba": {

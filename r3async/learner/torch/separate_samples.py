@@ -105,9 +105,7 @@ def find_leaks(layers: Sequence[nn.Module], border: int) -> Iterator[list[nn.Mod
     own = {module: vars(module).get("forward") for module in watched}
     called_again = False
 
-    def compare(
-        module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def compare(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal called_again
         output = forward(*args, **kwargs)
         hidden = args[0] if args else kwargs.get("hidden_states")

@@ -94,11 +94,11 @@ def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) 
     """Raise `ModelShapeError` if a `config.json` lacks a size: transformers would silently take
     its own default."""
     missing = _list_missing(config, architecture.size_keys)
-    if architecture.moe_module and not missing:
-        # Some families have models without a mixture among those with.
-        if list_layer_kinds(config, has_experts=True).mixtures:
-            experts = "|".join(architecture.expert_count_keys)
-            missing = _list_missing(config, (experts, *architecture.mixture_size_keys))
+    # Some families have models without a mixture among those with.
+    may_have_mixtures = architecture.moe_module and not missing
+    if may_have_mixtures and list_layer_kinds(config, has_experts=True).mixtures:
+        experts = "|".join(architecture.expert_count_keys)
+        missing = _list_missing(config, (experts, *architecture.mixture_size_keys))
     if missing:
         raise ModelShapeError(
             f"config.json has no {name_key(missing[0])}, for which transformers would take a value "

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from r3async.learner.deterministic_gather import DeterministicGather
 from r3async.learner.device_upload import upload_array
+from r3async.learner.recurrent_layout import RecurrentLayout
+from r3async.learner.results import LearnerError
 from r3async.learner.shared_prefixes import expand_prefixes
 
 
@@ -44,6 +46,15 @@ class AttentionPlan:
     @cached_property
     def unpadded_layout(self) -> UnpaddedLayout:
         return _plan_unpadded(self._cu_seqlens, self._device, self._prefixes)
+
+    @cached_property
+    def recurrent_layout(self) -> RecurrentLayout:
+        """The samples for recurrent layers. Raises `LearnerError` if samples share prefixes."""
+        if self._prefixes is not None:
+            raise LearnerError(
+                "recurrent layers need every sample whole: set learner.share_prefixes = false"
+            )
+        return RecurrentLayout(self._cu_seqlens, self._device)
 
 
 @dataclass(frozen=True)

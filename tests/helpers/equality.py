@@ -75,7 +75,7 @@ def _one_by_one(
 
 
 def _assert_as_exact(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
-    """Assert that `ours` is as near to the `exact` values as `theirs` in the same precision, or within tolerance."""
+    """Assert that `ours` is within tolerance of the `exact` values, or about as near as `theirs` in this precision."""
     size = exact.abs().max()
     error, other = ((x.double() - exact).abs().max() / size for x in (ours, theirs))
-    assert error < max(TOLERANCE, 2 * other), (name, float(error), float(other))
+    assert error < max(TOLERANCE, 3 * other), (name, float(error), float(other))

@@ -40,6 +40,7 @@ from r3async.learner.results import LearnerError
 from r3async.learner.stacked_experts import zero_empty_gradients
 from r3async.learner.token_logprobs import token_logprobs
 from r3async.learner.torch.described import first_error_line, load_transformers_config
+from r3async.learner.torch.packed_delta_net import use_packed_delta_rule
 from r3async.learner.torch.routers import RouterSearch, check_routers
 from r3async.learner.torch.separate_samples import SampleSeparator, find_leaks
 
@@ -330,12 +331,13 @@ class PackedModel(nn.Module):
         self.routers: list[nn.Module] = []
         self._moe_layers = moe_layers
         self._separator = SampleSeparator(causal_lm.base_model)
+        self._delta_nets = use_packed_delta_rule(causal_lm)
 
     @property
     def keeps_state(self) -> bool:
         """True if some layers keep a state, in which samples cannot share a prefix. Known after
         `find_routers`."""
-        return bool(self._separator.modules)
+        return bool(self._delta_nets or self._separator.modules)
 
     def find_routers(self, device: torch.device) -> None:
         """Run two short samples on `device` to see what the model does, keep them apart where it

@@ -78,7 +78,16 @@ def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 BY_TOPK = (
-    *("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "kimi_linear", "bailing_hybrid", "minimax", "lfm2_moe", "granitemoehybrid"),
+    *(
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "nemotron_h",
+        "kimi_linear",
+        "bailing_hybrid",
+        "minimax",
+        "lfm2_moe",
+        "granitemoehybrid",
+    ),
     *("jamba", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1"),
 )
 """Models whose routers are forced by what their top-k returns; gates of the others are computed here."""

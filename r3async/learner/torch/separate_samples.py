@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +60,16 @@ class SampleSeparator:
                 "`learner.share_prefixes` = false"
             )
         layout = plan.padded_layout
-        hidden = args[0] if args else kwargs["hidden_states"]
-        given = {"hidden_states": hidden} | kwargs | {"attention_plan": None}
-        divided = {key: _divide(value, layout, hidden.shape[1]) for key, value in given.items()}
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+        kwargs.pop("attention_plan", None)  # of the packed rows
+        by_place = [_divide(value, layout, tokens) for value in args]
+        by_name = {key: _divide(value, layout, tokens) for key, value in kwargs.items()}
         outputs = [
-            forward(*args[1:], **{key: parts[i] for key, parts in divided.items()})
+            forward(*(parts[i] for parts in by_place), **{key: by_name[key][i] for key in by_name})
             for i in range(len(layout.buckets))
         ]
-        mixed = [each[0] if isinstance(each, tuple) else each for each in outputs]
-        packed = unpad_rows(torch.cat([each.flatten(0, 1) for each in mixed]), layout)[None]
+        mixed = torch.cat([_take_rows(each).flatten(0, 1) for each in outputs])
+        packed = unpad_rows(mixed, layout)[None]
         first = outputs[0]
         return (packed, *(None for _ in first[1:])) if isinstance(first, tuple) else packed
 
@@ -109,7 +110,7 @@ def find_leaks(layers: Sequence[nn.Module], border: int) -> Iterator[list[nn.Mod
         nonlocal called_again
         output = forward(*args, **kwargs)
         hidden = args[0] if args else kwargs.get("hidden_states")
-        mixed = output[0] if isinstance(output, tuple) else output
+        mixed = _take_rows(output)
         if called_again or not _has_rows(hidden) or not _has_rows(mixed):
             return output
         other = torch.cat([-hidden[:, :border].flip(1), hidden[:, border:]], dim=1)
@@ -122,8 +123,7 @@ def find_leaks(layers: Sequence[nn.Module], border: int) -> Iterator[list[nn.Mod
             )
         finally:
             called_again = False
-        again = again[0] if isinstance(again, tuple) else again
-        if _differ(mixed[0, border], again[0, border], hidden[0, border]):
+        if _differ(mixed[0, border], _take_rows(again)[0, border], hidden[0, border]):
             leaking.append(module)
         return output
 
@@ -138,7 +138,12 @@ def find_leaks(layers: Sequence[nn.Module], border: int) -> Iterator[list[nn.Mod
                 module.forward = forward
 
 
-def _has_rows(value: Any) -> bool:
+def _take_rows(output: Any) -> Any:
+    """Return what a module makes of its rows, without weights or states that it returns as well."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _has_rows(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.ndim == 3 and len(value) == 1
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from r3async.learner.recurrent_layout import RecurrentLayout
 
 CPU_BLOCK_ELEMENTS = 2**16
-"""Elements that the passes over a block of rows take from a core's cache instead of memory."""
+"""Elements of a block of rows: the passes over it take them from a core's cache."""
+GPU_BLOCK_ELEMENTS = 2**24
+"""The same on a GPU, where a block is only a limit to the memory of the backward pass."""
 
 
 def causal_convolution(
@@ -38,9 +40,8 @@ class _Convolution(torch.autograd.Function):
             torch.mul(x[start:end], taps[0], out=out[start:end])
             for back in range(1, len(taps)):
                 first = min(max(start, back), end)
-                unseen = positions[first:end, None] < back
-                earlier = x[first - back : end - back].masked_fill(unseen, 0)
-                out[first:end].addcmul_(earlier, taps[back])
+                seen = (positions[first:end, None] >= back).to(x.dtype)
+                out[first:end].addcmul_(x[first - back : end - back] * seen, taps[back])
         return out
 
     @staticmethod
@@ -49,21 +50,23 @@ class _Convolution(torch.autograd.Function):
         taps = weight.t().flip(0)
         by_out = grads[0]
         by_x = torch.empty_like(x)
-        by_taps = torch.zeros_like(taps)
-        for start, end in _iter_blocks(x):
+        blocks = list(_iter_blocks(x))
+        products = x.new_zeros(len(taps), *x[slice(*blocks[0])].shape)
+        for start, end in blocks:
             torch.mul(by_out[start:end], taps[0], out=by_x[start:end])
-            by_taps[0] += (by_out[start:end] * x[start:end]).sum(0)
+            products[0, : end - start].addcmul_(by_out[start:end], x[start:end])
             for back in range(1, len(taps)):
                 last = max(min(end, len(x) - back), start)
                 rows = slice(start + back, last + back)
-                grad = by_out[rows].masked_fill(positions[rows, None] < back, 0)
+                grad = by_out[rows] * (positions[rows, None] >= back).to(x.dtype)
                 by_x[start:last].addcmul_(grad, taps[back])
-                by_taps[back] += (grad * x[start:last]).sum(0)
-        return by_x, by_taps.flip(0).t(), None
+                products[back, : last - start].addcmul_(grad, x[start:last])
+        return by_x, products.sum(1).flip(0).t(), None
 
 
 def _iter_blocks(x: Tensor) -> Iterator[tuple[int, int]]:
     """Yield the first row of each block, and the end of the block."""
-    rows = len(x) if x.is_cuda else max(1, CPU_BLOCK_ELEMENTS // x.shape[1])
+    elements = GPU_BLOCK_ELEMENTS if x.is_cuda else CPU_BLOCK_ELEMENTS
+    rows = max(1, elements // x.shape[1])
     for start in range(0, len(x), rows):
         yield start, min(start + rows, len(x))

@@ -11,7 +11,7 @@ with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.rank_para
 with `shard_optimizer`, replicas of the same parameters shard masters and moments among them, and
 with `shard_gradients` gradients. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes per
 parameter by dp (its shards are the fp32 masters), and holds the vocabulary and two full layers in
-the compute dtype, with one layer's fp32 gradient.
+the compute dtype, with one layer's fp32 gradient. Of a layer's experts, a rank holds 1 / ep then.
 
 The teacher of `algorithm.distillation` has weights only, sharded in the same way.
 
@@ -29,7 +29,8 @@ kept for the backward pass, by token and layer, in the compute dtype:
   after their norms, queries, keys and values as projected and as attended, and the result;
 * feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h +
   3 w) (a token is sent to k experts), with the experts of transformers k (h + 6 w), and 2 · experts
-  values in fp32 for the router. While one mixture runs backward, k (h + 4 w) more. Tests compare
+  values in fp32 for the router. While one mixture runs backward, k (h + 4 w) more, and 3 k h with
+  `backend = "torch"` and ep > 1: rows as sent, as they arrive and as they return. Tests compare
   this with what a learner keeps;
 * `recompute = "selective"`: 2 h of an MoE layer, and one layer's mixture while it is recomputed;
   `"full"`: h per layer, and one full layer.
@@ -260,7 +261,11 @@ def _estimate_without_teacher(shape: ModelShape, config: Config) -> RankMemory:
     width = DTYPE_BYTES[learner.dtype]
     context = int(CONTEXT_BYTES) if shape.num_parameters > GPU_PARAMETERS else 0
     if learner.backend == "torch" and p.dp > 1:
-        largest = max(map(shape.layer_parameters, range(shape.num_layers)))
+        elsewhere = shape.expert_parameters - shape.expert_parameters // p.ep
+        largest = max(
+            shape.layer_parameters(i) - (elsewhere if i in shape.moe_layers else 0)
+            for i in range(shape.num_layers)
+        )
         held = -(-shape.num_parameters // p.dp)
         whole = (
             2 * largest + shape.embedding_parameters * (1 if shape.tied_embeddings else 2)
@@ -395,7 +400,10 @@ def _estimate_activations(shape: ModelShape, config: Config, stage: int) -> int:
             shape, index, own_kernels=learner.backend == "megatron"
         )
         if index in shape.moe_layers:
-            backward = float(shape.top_k * (shape.hidden_size + 4 * shape.expert_width))
+            exchanged = 3 if learner.backend == "torch" and p.ep > 1 else 0
+            backward = float(
+                shape.top_k * ((1 + exchanged) * shape.hidden_size + 4 * shape.expert_width)
+            )
         if learner.recompute == "full":
             kept = kept + shape.hidden_size
             once = max(once, base + mixture)

@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
     """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts
-    are divided among."""
+    are divided among. Tokens travel to their experts, by all-to-all."""
     cp: PositiveInt = 1
     """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during
     attention (Ulysses). For long samples: each has `1 / cp` of the activations."""
@@ -160,10 +160,10 @@ class LearnerConfig(Section):
 
     def check_values(self) -> None:
         p = self.parallel
-        if self.backend == "torch" and max(p.tp, p.cp, p.pp, p.ep) > 1:
+        if self.backend == "torch" and max(p.tp, p.cp, p.pp) > 1:
             raise ValueError(
-                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, cp, pp and '
-                'ep need backend = "megatron"'
+                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2), and experts over '
+                '`ep` of these ranks; tp, cp and pp need backend = "megatron"'
             )
         if self.backend == "torch" and self.shard_optimizer:
             raise ValueError(

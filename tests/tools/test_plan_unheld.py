@@ -10,6 +10,7 @@ from r3async.config import Config, load_config
 from r3async.data.model_shape import parse_model_shape
 from r3async.tools.memory import PUBLISHED_CONFIGS, estimate_rank_memory, find_model_shape
 from r3async.tools.presets import list_preset_paths
+from r3async.tools.traffic import count_copy_bytes
 from tests.helpers import architectures
 from tests.helpers.unheld import local, megatron_rank, torch_rank, updated
 
@@ -105,6 +106,32 @@ def test_divided_gradients_are_held_as_the_plan_says(tmp_path):
         found = updated(made.optimizer)
     assert found["gradients"] == pytest.approx(4 * (experts + rest / 4), rel=0.002)
     assert sum(found.values()) == pytest.approx(planned.optimizer, rel=0.002)
+
+
+def test_ranks_that_divide_experts_hold_and_gather_what_the_plan_says(tmp_path):
+    changes = ["learner.backend=torch", "learner.shard_optimizer=false", "learner.offload_moments=false"]
+    config = described(
+        load_config("moe_30b_r3", [*changes, "learner.parallel={dp=8,tp=1,pp=1,ep=4}"]), tmp_path / "model"
+    )
+    numbers = PUBLISHED_CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(numbers))
+    shape, _ = find_model_shape(config)
+    planned = estimate_rank_memory(shape, config)
+    with torch_rank(config, tmp_path / "model", 5) as made:
+        held = [local(p) for p in made.model.parameters()]
+        assert sum(p.numel() for p in held) == pytest.approx(planned.parameters, rel=1e-3)
+        found = updated(made.optimizer)
+    assert sum(found.values()) == pytest.approx(12 * planned.parameters, rel=1e-3)
+    config.learner.parallel.ep = 1
+    everywhere = estimate_rank_memory(shape, config)
+    assert everywhere.parameters == planned.parameters
+    # Two layers in bfloat16 and the gradient of one in float32, three quarters of whose experts are elsewhere.
+    assert everywhere.weights - planned.weights == 2 * 2 * shape.expert_parameters * 3 // 4
+    assert everywhere.optimizer - planned.optimizer == 4 * shape.expert_parameters * 3 // 4
+    traffic = [count_copy_bytes(shape, config, 10**6)]
+    config.learner.parallel.ep = 4
+    traffic.append(count_copy_bytes(shape, config, 10**6))
+    assert traffic[1] < traffic[0] / 2
 
 
 PARTS = {

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
@@ -41,6 +41,7 @@ from r3async.learner.row_shares import to_local
 from r3async.learner.shard_slice import ShardSlice
 from r3async.learner.token_logprobs import select_supports
 from r3async.learner.torch.described import read_model_config
+from r3async.learner.torch.expert_parallel import divide_experts
 from r3async.learner.torch.model import (
     PackedInputs,
     PackedModel,
@@ -114,7 +115,7 @@ class TorchLearner(LearnerBackend):
         causal = build_empty_model(source, torch.float32) if shared else load_model(source, dtype)
         model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
         if shared:
-            shard_model(model, ranks, dtype)
+            shard_model(model, ranks, dtype, config.learner.parallel.ep)
             with return_freed_blocks():
                 fill_sharded_model(causal, source, ranks.device)
                 model.find_routers(ranks.device)
@@ -235,10 +236,18 @@ def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
         return ShardSlice(
             (TensorSlice.full_tensor(name, parameter.shape),), is_writer=ranks.rank == 0
         )
-    # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
-    rows = -(-parameter.shape[0] // parameter.device_mesh.size())
+    # The first dimension is divided evenly, the last ranks getting less, or nothing: experts among
+    # the last dimension of the mesh first, and what is left by FSDP among the first.
+    mesh = parameter.device_mesh
+    first = 0
+    rows = parameter.shape[0]
+    for dim in reversed(range(mesh.ndim)):
+        part = -(-rows // mesh.size(dim))
+        before = min(mesh.get_local_rank(dim) * part, rows)
+        first += before
+        rows = min(part, rows - before)
     size = tuple(parameter.to_local().shape)
-    offset = (min(ranks.rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
+    offset = (first, *(0 for _ in size[1:]))
     return ShardSlice((TensorSlice(name, tuple(parameter.shape), offset, size),))
 
 
@@ -314,11 +323,12 @@ class FsdpGradientReducer(GradientReducer):
         return float(self._ranks.all_reduce(np.asarray([mine]), "sum")[0])
 
 
-def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:
+def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype, ep: int) -> None:
     """Divide every parameter, held in float32, among the ranks; each layer is gathered in
-    `dtype` while it runs.
+    `dtype` while it runs, of its experts the 1 / `ep` that this rank computes.
 
-    Parameters without memory stay without.
+    Ranks next to each other exchange tokens. Parameters without memory stay without. Raises
+    `LearnerError` if experts cannot be divided.
 
     Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the
     global denominator.
@@ -328,6 +338,12 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> Non
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    if ep > 1:
+        grid = init_device_mesh(
+            ranks.device.type, (ranks.world_size // ep, ep), mesh_dim_names=("replicas", "experts")
+        )
+        for module in divide_experts(model.layers, model.routing, grid["experts"]):
+            fully_shard(module, mesh=grid["replicas"], mp_policy=policy)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for trial in (PackedModel._find_leaks, PackedModel._trial_forward):
@@ -348,7 +364,11 @@ def gather_tensor(
     """
     tensor = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        placements = list(tensor.placements)
+        for dim in range(tensor.device_mesh.ndim):  # torch warns of several at once
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        tensor = tensor.to_local()
     return tensor.cpu() if ranks.rank == target_rank else None
 
 

@@ -15,6 +15,7 @@ from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import architectures as ha
 from tests.helpers import lora as hl
+from tests.helpers import models as hm
 from tests.helpers import torch as ht
 from tests.helpers.models import EXPERTS
 from tests.helpers.parity import LENGTHS, batch, of_rank, reference
@@ -27,7 +28,12 @@ CASES = [
     ("glm4_moe", {"dp": 4, "ep": 4}, "none"),
     ("mixtral", {"dp": 2, "ep": 2}, "full"),
     ("gpt_oss", {"dp": 4, "ep": 2}, "none"),
+    ("granitemoehybrid", {"dp": 2, "ep": 1}, "selective"),
+    ("granitemoehybrid", {"dp": 4, "ep": 2}, "full"),
+    ("qwen3_next", {"dp": 2, "ep": 2}, "selective"),
 ]
+STATE_TOLERANCE = 1e-4
+"""Of models with layers that keep a state: sums over a sample differ by more with another layout in float32."""
 
 
 def _settings(recompute: str = "none", **parallel: int) -> Config:
@@ -53,7 +59,9 @@ def _step(path: Path, config: Config, micro_batches: list[MicroBatch]) -> dict[s
     }
 
 
-@pytest.mark.parametrize(("variant", "layout", "recompute"), CASES, ids=[f"{v}-{r}" for v, _, r in CASES])
+@pytest.mark.parametrize(
+    ("variant", "layout", "recompute"), CASES, ids=[f"{v}-{p['dp']}-{p['ep']}-{r}" for v, p, r in CASES]
+)
 def test_ranks_train_as_one_does(ranks_of, tmp_path, variant, layout, recompute):
     """Loss, every gradient, replayed routes, exported weights, and what the optimizer made of them."""
     path = ha.make_model(tmp_path / "m", variant)
@@ -66,7 +74,7 @@ def test_ranks_train_as_one_does(ranks_of, tmp_path, variant, layout, recompute)
     expected = {n: torch.from_numpy(g) for n, g in plain.items()}
     for rank in ranks:
         error, worst = ht.worst_error({n: torch.from_numpy(g) for n, g in rank["gradients"].items()}, expected)
-        assert error < 1e-5, worst
+        assert error < (STATE_TOLERANCE if variant in hm.BY_TOPK else 1e-5), worst
         for key in ("loss/policy", "loss/rollout_kl", "grad_norm", "routing/agreement"):
             assert rank["metrics"][key] == pytest.approx(alone["metrics"][key], rel=1e-5), key
         assert rank["metrics"] == ranks[0]["metrics"]

@@ -43,8 +43,10 @@ PIP := $(VENV)/python -I -m pip --disable-pip-version-check
 RIGHT_PYTHON := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 # An index of pip's own settings may have torch's CPU build, which pip takes for newer: === is the one of PyPI, for CUDA.
 CUDA_TORCH := import torch; print("" if torch.version.cuda else "torch===" + torch.__version__.partition("+")[0])
-# vLLM for CPU brings these in builds that do not match its torch, and then does not import. Text models need none.
+# vLLM for CPU brings these in builds that do not match its torch, and then does not import. Engines alone see a torchvision, which
+# vLLM imports for Qwen3.5 (rollout/vllm/engine_packages.py).
 UNWANTED := torchvision torchaudio torchcodec
+ENGINE_PACKAGES := --target .venv/share/r3async/vllm torchvision==0.28.0
 # PyPI does not have the CPU build of torch. An index of pip's own settings may (PIP_EXTRA_INDEX_URL).
 TORCH_INDEX = $$($(PIP) index versions torch 2>/dev/null | grep -q +cpu || \
   echo --extra-index-url https://download.pytorch.org/whl/cpu)
@@ -68,6 +70,7 @@ $(STAMP): pyproject.toml
 	# What a run imports is compiled when it first is. pip would compile all 33,000 files, for more than a minute.
 	$(PIP) install --no-compile -e ".[$(EXTRA),dev]" $(if $(filter cpu,$(EXTRA)),$(TORCH_INDEX))
 	$(if $(filter cpu,$(EXTRA)),$(PIP) uninstall -q -y $(UNWANTED))
+	$(if $(filter cpu,$(EXTRA)),$(PIP) install -q --no-compile --no-deps --upgrade $(ENGINE_PACKAGES))
 	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || $(PIP) install "$$torch")
 	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || \
 	  { echo "torch was installed without CUDA: name an index that has it (PIP_INDEX_URL) and make distclean install EXTRA=gpu" >&2; exit 1; })

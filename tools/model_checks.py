@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, ConfigError
+from r3async.data.engine_models import find_engine_model
 from r3async.data.model_shape import (
     ModelShape,
     ModelShapeError,
@@ -19,9 +20,9 @@ from r3async.data.model_shape import (
     read_moe_layers,
     take_text_config,
 )
-from r3async.data.models import find_architecture
 from r3async.learner import LearnerError
 from r3async.learner.adapter_targets import select_targets
+from r3async.rollout.vllm.engine_packages import has_torchvision
 from r3async.untrusted import decode_python_json
 from r3async.world.processes import pause_garbage_collector
 
@@ -131,27 +132,50 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def check_engine_config(config: Config) -> None:
-    """Check for the entries of `config.json` that vLLM reads and transformers does not.
+def check_engine_config(config: Config, *, on_cpu: bool) -> None:
+    """Check that vLLM computes what the `config.json` says, and can on this machine.
 
-    Without them vLLM would compute another model.
+    Args:
+        on_cpu: The engines certainly have no GPU.
     """
-    found = _read_json(Path(config.model.path) / "config.json", "`model.path`")
-    known = find_architecture(found.get("model_type", ""))
-    if known is None or config.generator.engine != "vllm":
+    if config.generator.engine != "vllm":
         return
-    if known.engine_unsupported_reason:
+    described = _read_json(Path(config.model.path) / "config.json", "`model.path`")
+    try:
+        text = take_text_config(described)
+    except ModelShapeError as error:
+        raise ConfigError(f"`model.path` = {config.model.path!r}: {error}") from error
+    kind = str(text.get("model_type"))
+    known = find_engine_model(kind)
+    where = f"`model.path` = {config.model.path!r}"
+    reason = known.unsupported_reason or (known.cpu_unsupported_reason if on_cpu else "")
+    if reason:
         raise ConfigError(
-            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the "
-            f"engine: {known.engine_unsupported_reason}. `r3async sft` trains it"
+            f"{where}: vLLM{' on CPU' if not known.unsupported_reason else ''} cannot generate "
+            f"with {kind}: {reason}. `r3async sft` trains it"
         )
-    for key, needed in known.engine_config.items():
-        if found.get(key) != needed:
+    if on_cpu and known.cpu_dtype_reason and config.generator.dtype != "bfloat16":
+        raise ConfigError(
+            f"{where}: vLLM on CPU generates with {kind} in bfloat16 only: "
+            f"{known.cpu_dtype_reason}. Set generator.dtype=bfloat16"
+        )
+    if on_cpu and known.imports_torchvision and not has_torchvision():
+        raise ConfigError(
+            f"{where}: vLLM imports torchvision for {kind}, and engines have none: `make install` "
+            "installs it for them"
+        )
+    for key, needed in known.needed_config.items():
+        if text.get(key) != needed:
             raise ConfigError(
-                f"`model.path` = {config.model.path!r}: its config.json has `{key}` = "
-                f"{json.dumps(found.get(key))}, and vLLM computes {known.title} with "
-                f"{json.dumps(needed)} only: add it to that file"
+                f"{where}: its config.json has `{key}` = {json.dumps(text.get(key))}, and vLLM "
+                f"computes {kind} with {json.dumps(needed)} only: add it to that file"
             )
+    for key, value in known.iter_differences(text):
+        raise ConfigError(
+            f"{where}: its config.json has `{key}` = {json.dumps(text[key])}, which vLLM does not "
+            f"read: it computes {kind} with {json.dumps(value)}, so engine and learner would have "
+            "different models. `r3async sft` trains it"
+        )
 
 
 def check_model_kind(config: Config) -> None:

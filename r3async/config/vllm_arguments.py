@@ -135,8 +135,8 @@ NEUTRAL_ENGINE_ARGS = frozenset(
 what is computed."""
 
 UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM's CPU build brings and text models do not need. They often do not fit its
-torch, and then vLLM does not start. `make install` removes them on CPU."""
+"""Packages that vLLM's CPU build brings. They often do not fit its torch, and then neither vLLM nor
+transformers imports. `make install` removes them on CPU; see `rollout/vllm/engine_packages.py`."""
 
 CACHE_DTYPE_BYTES = {"auto": 0, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of a key's or value's element by `kv_cache_dtype`; 0 stands for `generator.dtype`."""

@@ -71,12 +71,6 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     """Name of a mixture's shared experts, which form one block."""
     shared_gate_module: str = ""
     """Name of the gate of a mixture's shared experts."""
-    engine_unsupported_reason: str = ""
-    """Reason why vLLM cannot generate with it in a run. Empty: vLLM's log-probs and routes match
-    those of transformers, before and after a weight update."""
-    engine_config: Mapping[str, Any] = {}
-    """Keys of `config.json` without which vLLM silently takes it for another model. transformers
-    does not need them."""
     required_config: Mapping[str, Any] = {}
     """Keys of `config.json` for which backends other than transformers itself support
     only this value."""
@@ -155,7 +149,6 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
         example_models="DeepSeek-V3, DeepSeek-R1, Moonlight-16B-A3B",
         size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, *_SHARED_MOE_KEYS, *_MLA_KEYS),
         **_SIGMOID_ROUTING,
-        engine_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"norm_topk_prob": True},
     ),
     "glm4_moe": ModelArchitecture(
@@ -246,10 +239,6 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
         router_score="logits",
         normalized_gates=True,
         has_sinks_and_biases=True,
-        engine_unsupported_reason=(
-            "vLLM copies sinks and experts past its own loader, so that they would keep "
-            "their old weights"
-        ),
     ),
     "qwen3_5_moe": ModelArchitecture(
         title="Qwen3.5-MoE",

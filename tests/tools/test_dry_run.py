@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from r3async.data.engine_models import ENGINE_MODELS
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import architectures as ha
@@ -128,10 +129,15 @@ def without(variant: str, name: str) -> dict[str, object]:
 LONG = {"max_position_embeddings": 1024, "head_dim": 32}
 SHORT = ("episode.max_total_tokens=256", "episode.max_prompt_tokens=128")
 UNFIT = {
-    "that engines cannot be given anew": (
+    "that engines compute with another number": (
+        {"model_type": "olmoe", **ha.VARIANTS["olmoe"], **LONG, "rms_norm_eps": 1e-6},
+        ["learner.backend=torch"],
+        ("`rms_norm_eps` = 1e-06", "vLLM does not read", "olmoe with 1e-05", "r3async sft"),
+    ),
+    "that engines compute in another precision": (
         WHOLE["gpt_oss"] | LONG,
         ["learner.backend=torch"],
-        ("gpt-oss", TORCH_ONLY_ARCHITECTURES["gpt_oss"].engine_unsupported_reason, "r3async sft"),
+        ("gpt_oss in bfloat16 only", "generator.dtype=bfloat16"),
     ),
     "whose balance has no gradient": (
         {"model_type": "glm4_moe", **ha.VARIANTS["glm4_moe"], **LONG},
@@ -154,7 +160,7 @@ UNFIT = {
         SHORT,
         (f"`{name}` = null", "vLLM", "add it to that file"),
     )
-    for name in sorted(ARCHITECTURES["deepseek_v3"].engine_config)
+    for name in sorted(ENGINE_MODELS["deepseek_v3"].needed_config)
 }
 
 

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dev.gpu.pack import Target, _resolve_once, build_stand_in, resolve_packages
+from r3async.rollout.vllm.engine_packages import ENGINE_PACKAGES_FOLDER
 from r3async.tools.doctor import UNWANTED_PACKAGES, check_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +100,7 @@ class Project:
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
-        return [line for line in lines if not line.startswith("uninstall")]
+        return [line for line in lines if not line.startswith("uninstall") and "--target" not in line]
 
     def wait_for_pip(self) -> None:
         wait_until((self.site / "half-1.dist-info").exists)
@@ -253,9 +254,13 @@ def test_a_second_installation_waits_for_the_first(project: Project, killed: boo
 
 def test_companions_of_torch_are_removed_on_cpu_only(project: Project) -> None:
     project.install("EXTRA=gpu")
-    assert "uninstall" not in (project.folder / "calls").read_text()
+    calls = (project.folder / "calls").read_text()
+    assert "uninstall" not in calls
+    assert "torchvision" not in calls
     project.install("EXTRA=cpu")
-    assert f"uninstall -q -y {' '.join(UNWANTED_PACKAGES)}\n" in (project.folder / "calls").read_text()
+    calls = (project.folder / "calls").read_text()
+    assert f"uninstall -q -y {' '.join(UNWANTED_PACKAGES)}\n" in calls
+    assert f"--target .venv/{ENGINE_PACKAGES_FOLDER} torchvision==" in calls, "engines alone have one"
 
 
 def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: Project) -> None:

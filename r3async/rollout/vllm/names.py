@@ -111,6 +111,9 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
             "init_weight_transfer_engine start_weight_update update_weights finish_weight_update"
         ),
     },
+    "new weights for gpt-oss": {
+        "vllm.model_executor.models.gpt_oss:GptOssModel": "_try_load_streamed_expert",
+    },
     "vLLM's second model runner": {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "get_model reload_weights .sampler",
     },
@@ -118,7 +121,11 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
 """By feature: `module` or `module:Class`, and its names. One that begins with a dot is set on
 objects or in functions, so it is looked for in the source."""
 
-CHECKED_LATER = {"weights from GPU to GPU (weights.backend = nccl)", "vLLM's second model runner"}
+CHECKED_LATER = {
+    "weights from GPU to GPU (weights.backend = nccl)",
+    "new weights for gpt-oss",
+    "vLLM's second model runner",
+}
 """Features whose modules an engine does not import when it starts."""
 
 

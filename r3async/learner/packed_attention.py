@@ -34,11 +34,6 @@ class AttentionPlan:
         self._device = device
         self._prefixes = prefixes
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if some samples have no rows of their own for a prefix."""
-        return self._prefixes is not None
-
     @cached_property
     def padded_layout(self) -> PaddedLayout:
         return _plan_padded(self._cu_seqlens, self._device, self._prefixes)
@@ -50,11 +45,16 @@ class AttentionPlan:
     @cached_property
     def recurrent_layout(self) -> RecurrentLayout:
         """The samples for recurrent layers. Raises `LearnerError` if samples share prefixes."""
+        self.check_whole_samples()
+        return RecurrentLayout(self._cu_seqlens, self._device)
+
+    def check_whole_samples(self) -> None:
+        """Raise `LearnerError` if some samples have no rows of their own for a prefix."""
         if self._prefixes is not None:
             raise LearnerError(
-                "recurrent layers need every sample whole: set learner.share_prefixes = false"
+                "layers that keep a state need every sample whole: set learner.share_prefixes = "
+                "false"
             )
-        return RecurrentLayout(self._cu_seqlens, self._device)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def test_samples_share_no_prefix_in_a_model_that_keeps_a_state(paths):
         shared[kind] = packed.num_shared_tokens
     assert shared["qwen3_moe"] > 0 == shared["granitemoehybrid"]
     learner = TorchLearner.from_pretrained(settings(), paths["granitemoehybrid"])
-    with pytest.raises(LearnerError, match=r"GraniteMoeHybridMambaLayer .* `learner.share_prefixes` = false"):
+    with pytest.raises(LearnerError, match=r"set learner\.share_prefixes = false"):
         logits(learner, collate_samples(twins, np.array([0, 19])))
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from r3async.learner.packed_attention import AttentionPlan, PaddedLayout, unpad_rows
-from r3async.learner.results import LearnerError
 
 LEAST_LEAK = 0.02
 """Share of a module's largest output from which a change of another sample's rows counts. What
@@ -45,20 +44,14 @@ class SampleSeparator:
     def separate(self, module: nn.Module) -> None:
         """Keep the samples apart in this module from now on."""
         # Replaced instead of hooked, so that a recomputed forward pass goes through it as well.
-        module.forward = partial(self._forward_rows, type(module).__name__, module.forward)
+        module.forward = partial(self._forward_rows, module.forward)
         self.modules.append(module)
 
-    def _forward_rows(
-        self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _forward_rows(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plan = self.plan
         if plan is None:
             return forward(*args, **kwargs)
-        if plan.shares_prefixes:
-            raise LearnerError(
-                f"{name} keeps a state, so samples cannot share a prefix in it: set "
-                "`learner.share_prefixes` = false"
-            )
+        plan.check_whole_samples()
         layout = plan.padded_layout
         tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
         kwargs.pop("attention_plan", None)  # of the packed rows

@@ -38,7 +38,12 @@ from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.results import LearnerError
 from r3async.learner.stacked_experts import zero_empty_gradients
 from r3async.learner.token_logprobs import token_logprobs
-from r3async.learner.torch.described import first_error_line, load_transformers_config
+from r3async.learner.torch.checkpoint_names import may_be_carried
+from r3async.learner.torch.described import (
+    first_error_line,
+    load_transformers_config,
+    read_model_config,
+)
 from r3async.learner.torch.routers import RouterSearch, check_routers
 
 ATTENTION_NAME = "r3async_packed"
@@ -112,25 +117,32 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     or a weight is missing or left over.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
+        empty = build_empty_model(path, dtype)
+        model, info = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict={
+                name: file.get_slice(name) for name, file in open_model_files(path).items()
+            },
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
             output_loading_info=True,
         )
     except Exception as error:
         # Many kinds: files, their headers, names, shapes, an unknown model type.
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
-    _check_loading(path, info)
+    _check_loading(model, path, info)
     return _prepare_model(model)
 
 
-def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
+def _check_loading(model: PreTrainedModel, path: Path, info: Mapping[str, Collection[Any]]) -> None:
     """Raise `LearnerError` if the files of a model have not exactly the tensors that its
-    `config.json` means."""
+    `config.json` means. Those of the parts that are carried may be there."""
+    described = read_model_config(path)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, info[what]))
+        if what == "unexpected_keys":
+            names = [name for name in names if not may_be_carried(model, described, name)]
         if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(
@@ -189,7 +201,7 @@ def fill_sharded_model(model: PreTrainedModel, path: Path, device: torch.device)
         model._finalize_model_loading(model, settings, info)
     except Exception as error:  # many kinds, as in `load_model`
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
-    _check_loading(path, info.to_dict())
+    _check_loading(model, path, info.to_dict())
 
 
 MALLOC_MMAP_THRESHOLD = -3
@@ -279,15 +291,10 @@ class PackedModel(nn.Module):
     ):
         super().__init__()
         self.causal_lm = causal_lm
+        self.published_names: Mapping[str, str] = {}
+        """Names of the checkpoint's tensors for which transformers has other ones, by these."""
         self.entropy_gradient = False
         """True if the loss has an entropy term."""
-        if causal_lm.config.model_type != config["model_type"]:
-            # What is written would be a part of what its config.json describes.
-            raise LearnerError(
-                f"model_type {config['model_type']!r} has more than the text model "
-                f"{causal_lm.config.model_type!r}, which alone would be trained and written: set "
-                "`model.path` to a model of text alone"
-            )
         layers = getattr(causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not isinstance(
             causal_lm.get_output_embeddings(), nn.Linear
@@ -495,9 +502,12 @@ class PackedModel(nn.Module):
             for name, (tensor, of) in ours.items()
             if (t := gather(tensor.detach(), of)) is not None
         }
-        named = revert_weight_conversion(self.causal_lm, whole)
+        named = {
+            self.published_names.get(name, name): tensor
+            for name, tensor in revert_weight_conversion(self.causal_lm, whole).items()
+        }
         if not copy:
-            return dict(named)
+            return named
         return {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in named.items()

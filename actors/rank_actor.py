@@ -104,6 +104,10 @@ class LocalRank:
 
         return [str(torch.cuda.get_device_properties(0).uuid)] if torch.cuda.is_available() else []
 
+    def list_carried_tensors(self) -> tuple[str, ...]:
+        """Return `LearnerBackend.carried`."""
+        return tuple(self.backend.carried)
+
     def run_minibatches(
         self,
         minibatches: Sequence[Sequence[Sequence[MicroBatch]]],

@@ -72,6 +72,7 @@ class VersionWriter:
         server: Serves what is written to other hosts, if there are any.
         remote_ranks: The ranks, if they are on several hosts, which serve what is written there.
         report_event: Called when the wait for a disk begins and ends.
+        carried: Names of tensors of the start model that versions do not have.
     """
 
     world: World
@@ -86,6 +87,7 @@ class VersionWriter:
     server: TcpServer | None = None
     remote_ranks: RemoteRanks | None = None
     report_event: EventReporter = ignore_event
+    carried: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._clock = self.world.clock.monotonic
@@ -162,7 +164,9 @@ class VersionWriter:
             publication = await self.disk_wait.run_with_retries(
                 WRITE_DISK_HINT, self._write_with_timeout, versions_in_use
             )
-            named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
+            named = msgspec.structs.replace(
+                publication.manifest, lineage=self.lineage.number, carried=self.carried
+            )
             parts = await self.disk_wait.run_with_retries(
                 WRITE_DISK_HINT, self._offer_to_hosts, named, publication.transport_data
             )
@@ -217,7 +221,12 @@ class VersionWriter:
             parts = [] if self.server is None else self.server.list_parts(manifest)
             copy_version = partial(self.remote_ranks.join_parts, parts)
         writing = self.writer_lane.run(
-            save_version_as_model, directory, model, copy_version, self.config.generator.dtype
+            save_version_as_model,
+            directory,
+            model,
+            copy_version,
+            self.config.generator.dtype,
+            manifest.carried,
         )
         await asyncio.wait_for(writing, self.write_seconds)
 

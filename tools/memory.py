@@ -66,6 +66,11 @@ import msgspec
 from r3async.config import Config, ConfigError, LearnerConfig
 from r3async.config.vllm_arguments import CACHE_DTYPE_BYTES
 from r3async.data import models
+from r3async.data.checkpoint_forms import (
+    CheckpointFormError,
+    QuantizedForm,
+    read_quantized_form,
+)
 from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
 from r3async.data.models import (
     ARCHITECTURES,
@@ -170,6 +175,18 @@ def find_model_shape(config: Config) -> tuple[ModelShape, str]:
         made = config.model.init.build_model_config(INIT_VOCAB_SIZE)
         return read_planned_shape(made, "model.init"), "model.init: made when the run starts"
     return _find_shape_at(path, "model.path")
+
+
+def find_quantized_form(config: Config) -> QuantizedForm | None:
+    """Return the form of the quantized weights of a run's model; None if it has none. Raises
+    `ConfigError` for a form that cannot be read."""
+    file = Path(config.model.path or "-") / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return read_quantized_form(decode_python_json(file.read_bytes()))
+    except CheckpointFormError as error:
+        raise ConfigError(f"`model.path` = {config.model.path!r}: {error}") from error
 
 
 def _find_shape_at(path: str, setting: str) -> tuple[ModelShape, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, ConfigError
+from r3async.data.checkpoint_forms import INDEX_FILE
 from r3async.data.engine_models import find_engine_model
 from r3async.data.model_shape import (
     ModelShape,
@@ -32,7 +33,6 @@ from .memory import check_model_type
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
-WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_teacher(config: Config) -> None:
@@ -107,7 +107,7 @@ def check_model_files(name: str, setting: str) -> str:
 
 def _check_shards(path: Path, label: str) -> None:
     """Check that all shards of a model are there, with the index of their contents."""
-    index = path / WEIGHT_INDEX_FILE
+    index = path / INDEX_FILE
     shards = sorted(file.name for file in path.glob("*-of-*.safetensors"))
     if index.is_file():
         named = _read_json(index, label).get("weight_map", {})
@@ -118,10 +118,12 @@ def _check_shards(path: Path, label: str) -> None:
                 "copy them into it"
             )
     elif shards and not (path / "model.safetensors").is_file():
-        raise ConfigError(
-            f"{label} has its weights in {len(shards)} files ({shards[0]}, …) and no "
-            f"{WEIGHT_INDEX_FILE}, which says what is in which: copy it into the directory"
-        )
+        count = shards[0].removesuffix(".safetensors").rpartition("-of-")[2]
+        if count != f"{len(shards):05}":
+            raise ConfigError(
+                f"{label} has its weights in {len(shards)} files of {count} ({shards[0]}, …) and "
+                f"no {INDEX_FILE}: copy the others into the directory"
+            )
 
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:

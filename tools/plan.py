@@ -29,6 +29,7 @@ from .memory import (
     estimate_engine_memory,
     estimate_rank_memory,
     find_model_shape,
+    find_quantized_form,
 )
 from .speed import PUBLISHED_SPEEDS, TrainingSpeed, estimate_speed
 from .traffic import describe_host_memory, describe_step_traffic, format_bytes
@@ -292,6 +293,12 @@ def _make_notes(
             f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would "
             f"need {format_bytes(engine.kv_needed)} of KV cache, and there are "
             f"{format_bytes(free)}: when all are long, the engine preempts some"
+        )
+    form = find_quantized_form(config)
+    if form is not None:
+        notes.append(
+            f"the weights in {form} are dequantized when they are read: all figures here count "
+            f"{format_count(shape.num_parameters)} parameters in {config.learner.dtype}"
         )
     if config.learner.lora.rank:
         made = count_adapters(shape, config.learner)

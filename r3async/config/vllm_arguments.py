@@ -31,6 +31,9 @@ _SAMPLING_REASON = (
 OWNED_ENGINE_ARGS = {
     "model": "set `model.path`",
     "dtype": "set `generator.dtype`",
+    "language_model_only": (
+        "text alone is generated and trained, and versions have no weights of other models"
+    ),
     "seed": "set `seed`: each generator's engine has one of its own, made from it",
     "max_model_len": "set `episode.max_total_tokens`",
     "max_num_seqs": "set `generator.concurrency`",
@@ -122,7 +125,7 @@ NEUTRAL_ENGINE_ARGS = frozenset(
     additional_config async_scheduling code_revision cudagraph_capture_sizes cudagraph_metrics
     disable_hybrid_kv_cache_manager distributed_timeout_seconds download_dir enable_chunked_prefill
     enable_ep_weight_filter enable_prefix_caching expert_placement_strategy fail_on_environ_validation hf_token
-    ignore_patterns jit_monitor_mode kv_cache_metrics language_model_only limit_mm_per_prompt
+    ignore_patterns jit_monitor_mode kv_cache_metrics limit_mm_per_prompt
     long_prefill_token_threshold mamba_block_size mamba_cache_mode max_cudagraph_capture_size max_logprobs
     max_num_scheduled_tokens max_parallel_loading_workers model_loader_extra_config numa_bind numa_bind_cpus
     numa_bind_nodes otlp_traces_endpoint prefill_schedule_interval prefix_cache_retention_interval

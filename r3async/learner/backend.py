@@ -79,6 +79,9 @@ class LearnerBackend:
 
     name: str
     """The backend's name in `learner.backend`."""
+    carried: Sequence[str] = ()
+    """Names of the tensors of `model_path` that are not trained because the text model does not
+    have them. Model directories get them from there, versions do not have them."""
 
     def __init__(
         self,
@@ -395,6 +398,7 @@ class LearnerBackend:
                 self.iter_full_weights(),
                 self.config.learner.dtype,
                 self.ranks,
+                self.carried,
             )
         finally:
             # If writing fails here, the other ranks must not wait forever; they learn of it when

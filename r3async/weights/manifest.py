@@ -50,6 +50,9 @@ class WeightManifest(msgspec.Struct, frozen=True):
     source: NcclSource | None = None
     lineage: int = 0
     """Lineage in which `version` is counted."""
+    carried: tuple[str, ...] = ()
+    """Names of tensors of the start model that no version has: they are not trained, and engines
+    have no use for them."""
 
     @property
     def digest(self) -> int:

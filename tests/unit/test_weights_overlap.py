@@ -127,6 +127,7 @@ def learner(tmp_path, monkeypatch):
     actor = LearnerActor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), "model")
     timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch_lane, actor._writer_lane)
     publishing = VersionWriter(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
+    publishing.carried = ("mtp.fc.weight",)
     monkeypatch.setattr(r3async.actors.learner, "check_staleness", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "compute_staleness_metrics", lambda *args: {})
     monkeypatch.setattr(Trainer, "prepare_step", lambda self, groups: PreparedStep(groups, [], [], [], {}, []))
@@ -157,6 +158,7 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert not second_step.done()
     backend.may_write.release(2)
     written = await asyncio.wait_for(first, LIMIT)
+    assert written.publication.manifest.carried == ("mtp.fc.weight",)
     result = await asyncio.wait_for(second_step, LIMIT)
     assert written.version == 1
     assert written.seconds > 0.1

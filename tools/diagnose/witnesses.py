@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ async def observe_engine(
     scratch: Path,
     *,
     print_line: Callable[[str], object] = lambda line: None,
+    carried: Sequence[str] = (),
 ) -> EngineOutputs:
     """Record the stages, log-probs, samples and stale tensors of a started engine.
 
@@ -117,13 +118,16 @@ async def observe_engine(
         # The elements of every tensor are reversed: no value is out of range, and none
         # stays in its place.
         others = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors.items()}
-        await engine.install_version(
-            publisher.write_tensors(version + 1, others, dtype), INSTALL_TIMEOUT_SECONDS
+        manifest = msgspec.structs.replace(
+            publisher.write_tensors(version + 1, others, dtype), carried=tuple(carried)
         )
+        await engine.install_version(manifest, INSTALL_TIMEOUT_SECONDS)
         # Its keys and values stay in the prefix cache.
         await engine.generate(GenerationRequest("before", prompt, 1, temperature))
         await engine.count_stale_cached_tokens(prompt)
-        manifest = publisher.write_tensors(version + 2, tensors, dtype)
+        manifest = msgspec.structs.replace(
+            publisher.write_tensors(version + 2, tensors, dtype), carried=tuple(carried)
+        )
         await engine.install_version(manifest, INSTALL_TIMEOUT_SECONDS)
         cached = await engine.count_stale_cached_tokens(prompt)
         print_line("what vLLM computes")

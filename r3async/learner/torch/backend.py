@@ -33,6 +33,7 @@ from r3async.learner.gradient_reducer import GradientReducer, Gradients
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
 from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.model import open_model_files, read_tensor_shapes
+from r3async.learner.model_directory import log_checkpoint_form
 from r3async.learner.optimizer import MasterAdamW, count_updates
 from r3async.learner.rank_group import SINGLE_RANK, RankGroup
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
@@ -40,6 +41,7 @@ from r3async.learner.results import LearnerError
 from r3async.learner.row_shares import to_local
 from r3async.learner.shard_slice import ShardSlice
 from r3async.learner.token_logprobs import select_supports
+from r3async.learner.torch.checkpoint_names import CheckpointNames
 from r3async.learner.torch.described import read_model_config
 from r3async.learner.torch.expert_parallel import divide_experts
 from r3async.learner.torch.model import (
@@ -130,7 +132,7 @@ class TorchLearner(LearnerBackend):
             is_recomputed=config.learner.recompute != "none",
         )
         if model.routing:
-            known = find_architecture(described.get("model_type", ""))
+            known = find_architecture(causal.config.model_type)
             logits = known is not None and known.router_score == "logits"
             attach_replay(model.routers, model.routing, replay, logits=logits)
         model.enable_recompute(config.learner.recompute)
@@ -146,7 +148,13 @@ class TorchLearner(LearnerBackend):
                 seed=config.seed,
                 dtype=dtype,
             )
-        return cls(config, source, ranks, model, replay, adapters)
+        learner = cls(config, source, ranks, model, replay, adapters)
+        names = CheckpointNames(causal, open_model_files(source))
+        model.published_names = names.published
+        learner.carried = names.carried
+        if ranks.rank == 0 and not frozen:
+            log_checkpoint_form(source, learner.carried)
+        return learner
 
     def forward(
         self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
@@ -24,7 +24,6 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations import moe
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from r3async.data.model_shape import ModelShapeError, read_moe_layers
 from r3async.data.models import EXPERT_BIAS_SUFFIXES
@@ -39,7 +38,12 @@ from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.results import LearnerError
 from r3async.learner.stacked_experts import zero_empty_gradients
 from r3async.learner.token_logprobs import token_logprobs
-from r3async.learner.torch.described import first_error_line, load_transformers_config
+from r3async.learner.torch.checkpoint_names import may_be_carried
+from r3async.learner.torch.described import (
+    first_error_line,
+    load_transformers_config,
+    read_model_config,
+)
 from r3async.learner.torch.packed_delta_net import use_packed_delta_rule
 from r3async.learner.torch.routers import RouterSearch, check_routers
 from r3async.learner.torch.separate_samples import SampleSeparator, find_leaks
@@ -114,18 +118,23 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     or a weight is missing or left over.
     """
     try:
-        _declare_float32(path)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
+        empty = build_empty_model(path, dtype)
+        # Whatever the dtype, expert biases are float32. Not all classes say so (MiniMax-M2's not).
+        type(empty)._keep_in_fp32_modules_strict = set(EXPERT_BIAS_SUFFIXES)
+        model, info = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict={
+                name: file.get_slice(name) for name, file in open_model_files(path).items()
+            },
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
             output_loading_info=True,
         )
     except Exception as error:
         # Many kinds: files, their headers, names, shapes, an unknown model type.
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
-    _check_loading(path, info)
+    _check_loading(model, path, info)
     model = _prepare_model(model)
     for parameter in model.parameters():
         # Some classes keep routers in float32. Several ranks gather them in `dtype`, versions are
@@ -134,26 +143,20 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
+def _check_loading(model: PreTrainedModel, path: Path, info: Mapping[str, Collection[Any]]) -> None:
     """Raise `LearnerError` if the files of a model have not exactly the tensors that its
-    `config.json` means."""
+    `config.json` means. Those of the parts that are carried may be there."""
+    described = read_model_config(path)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, info[what]))
+        if what == "unexpected_keys":
+            names = [name for name in names if not may_be_carried(model, described, name)]
         if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(
                 f"`model.path` = {path}: the files do not fit config.json, "
                 f"{what.replace('_', ' ')}: {', '.join(names[:4])}{rest}"
             )
-
-
-def _declare_float32(path: Path) -> None:
-    """Have transformers keep expert biases in float32 whatever a model's dtype. Not all classes do
-    (MiniMax-M2's does not)."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if known is not None:
-        known._keep_in_fp32_modules_strict = set(EXPERT_BIAS_SUFFIXES)
 
 
 def _prepare_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -212,7 +215,7 @@ def fill_sharded_model(model: PreTrainedModel, path: Path, device: torch.device)
         model._finalize_model_loading(model, settings, info)
     except Exception as error:  # many kinds, as in `load_model`
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
-    _check_loading(path, info.to_dict())
+    _check_loading(model, path, info.to_dict())
 
 
 MALLOC_MMAP_THRESHOLD = -3
@@ -302,17 +305,12 @@ class PackedModel(nn.Module):
     ):
         super().__init__()
         self.causal_lm = causal_lm
+        self.published_names: Mapping[str, str] = {}
+        """Names of the checkpoint's tensors for which transformers has other ones, by these."""
         self.entropy_gradient = False
         """True if the loss has an entropy term."""
         self.logit_scale = 1.0
         """Factor of the output layer's logits. Known after `find_routers`."""
-        if causal_lm.config.model_type != config["model_type"]:
-            # What is written would be a part of what its config.json describes.
-            raise LearnerError(
-                f"model_type {config['model_type']!r} has more than the text model "
-                f"{causal_lm.config.model_type!r}, which alone would be trained and written: set "
-                "`model.path` to a model of text alone"
-            )
         layers = getattr(causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not isinstance(
             causal_lm.get_output_embeddings(), nn.Linear
@@ -547,9 +545,12 @@ class PackedModel(nn.Module):
             for name, (tensor, of) in ours.items()
             if (t := gather(tensor.detach(), of)) is not None
         }
-        named = revert_weight_conversion(self.causal_lm, whole)
+        named = {
+            self.published_names.get(name, name): tensor
+            for name, tensor in revert_weight_conversion(self.causal_lm, whole).items()
+        }
         if not copy:
-            return dict(named)
+            return named
         return {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in named.items()

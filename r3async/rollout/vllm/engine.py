@@ -18,7 +18,8 @@ import psutil
 
 from r3async.config.generator import GeneratorConfig
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
-from r3async.data.model_shape import read_moe_layers
+from r3async.data.checkpoint_forms import list_weight_files, read_quantized_form
+from r3async.data.model_shape import read_moe_layers, take_text_config
 from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import (
@@ -72,9 +73,8 @@ class VllmEngine:
         record_sampling_masks: bool = False,
     ):
         self.version = -1
-        self.routing, self._moe_layers = read_moe_layers(
-            decode_python_json((Path(model_path) / "config.json").read_bytes())
-        )
+        described = decode_python_json((Path(model_path) / "config.json").read_bytes())
+        self.routing, self._moe_layers = read_moe_layers(described)
         self._threads = settings.threads
         self._kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
         own = declare_engine_args(
@@ -95,6 +95,9 @@ class VllmEngine:
             use_tqdm_on_load=False,
             worker_extension_cls="r3async.rollout.vllm.worker.WorkerExtension",
         )
+        if "text_config" in described:
+            # No version has anything for the other models, such as a vision tower.
+            own |= declare_engine_args(language_model_only=True)
         if (Path(model_path) / TENSOR_NAMES_FILE).is_file():
             own |= declare_engine_args(load_format="dummy")
         if seed is not None:
@@ -601,21 +604,27 @@ def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:
 
 
 def read_tensor_names(directory: Path) -> frozenset[str]:
-    """Return the tensor names of a safetensors checkpoint, also of one without weights
-    (`TENSOR_NAMES_FILE`)."""
+    """Return the tensor names of a safetensors checkpoint, dequantized and with tied ones once;
+    also of one without weights (`TENSOR_NAMES_FILE`)."""
     from safetensors import safe_open
 
     names: set[str] = set()
     if (directory / TENSOR_NAMES_FILE).is_file():
         names.update(decode_json((directory / TENSOR_NAMES_FILE).read_bytes(), list[str]))
-    for path in directory.glob("*.safetensors"):
+    for path in list_weight_files(directory):
         with safe_open(path, framework="np") as file:
             names.update(file.keys())
+    config = decode_python_json((directory / "config.json").read_bytes())
+    form = read_quantized_form(config)
+    if form is not None:
+        names = set(form.list_dequantized_names(names))
+    if take_text_config(config).get("tie_word_embeddings"):
+        names.discard("lm_head.weight")
     return frozenset(names)
 
 
 def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) -> None:
-    missing = sorted(set(tensor_names) - set(manifest.tensors))
+    missing = sorted(set(tensor_names) - set(manifest.tensors) - set(manifest.carried))
     if missing:
         raise WeightError(
             f"weights version {manifest.version}: tensor {missing[0]!r} is missing "

@@ -9,11 +9,12 @@ whole model with its optimizer's step. The ways take turns:
 
 All else is packed in every way. It is no part of the tests:
 
-    python -m dev.bench.gated_delta --threads 1,2 --repeats 5
+    python -m dev.bench.gated_delta --threads 1,2 --repeats 5 --lengths quickstart
 
-`quickstart` has the lengths of the oracle's episodes in the preset's game, one step of them. Each
-line of JSON has the median and the least CPU time of a way in ms, of all threads, and the ratio of
-its least to that of `alone`. `--profile` prints instead where the time of `packed` goes.
+Without `--lengths`, four distributions take turns; `quickstart` has the lengths of the oracle's
+episodes in the preset's game, one step of them. Each line of JSON has the median and the least CPU
+time of a way in ms, of all threads, and the ratio of its least to that of `alone`. `--profile`
+prints instead where the time of `packed` goes.
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--lengths")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -180,6 +182,8 @@ def main() -> None:
     for threads in map(int, args.threads.split(",")):
         torch.set_num_threads(threads)
         for name, lengths in draw_lengths().items():
+            if args.lengths not in (None, name):
+                continue
             for what, run in build_runs(model, lengths).items():
                 if args.profile:
                     print_profile(f"{name}, {what}", lengths, run)

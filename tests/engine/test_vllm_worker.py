@@ -57,7 +57,7 @@ def test_a_buffer_that_keeps_what_it_held_is_found(monkeypatch):
     published = WeightManifest(3, "", {"a": TensorEntry("float32", (1,), 0)}, 4)
     with pytest.raises(WeightError, match="loader left out 'view'"):
         worker.r3_reload_tensors(published, [("a", torch.zeros(1))])
-    monkeypatch.setattr(model, "load_weights", lambda weights: [model.view.copy_(tensor) for _, tensor in weights])
+    monkeypatch.setattr(Model, "load_weights", lambda self, weights: [self.view.copy_(tensor) for _, tensor in weights])
     worker.r3_reload_tensors(published, [("a", torch.zeros(1))])
 
 

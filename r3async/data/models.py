@@ -226,7 +226,7 @@ _QWEN_HYBRID: dict[str, Any] = {
 TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
     "gpt_oss": ModelArchitecture(
         title="gpt-oss",
-        example_models="gpt-oss-20b, gpt-oss-120b, with weights in bfloat16",
+        example_models="gpt-oss-20b, gpt-oss-120b",
         size_keys=(
             *SIZE_KEYS,
             _KV_HEADS_KEY,

@@ -1,6 +1,5 @@
 """Checkpoints in published forms on the engine: its log-probs are the learner's, from versions and from what is exported."""
 
-import importlib.util
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ from r3async.actors.remote_generators import write_engine_model
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.vllm.engine import VllmEngine
+from r3async.rollout.vllm.engine_packages import has_torchvision
 from r3async.weights.version_store import VersionStore
 from r3async.world.real import REAL_WORLD
 from tests.helpers import architectures as ha
@@ -70,9 +70,7 @@ async def test_an_engine_loads_what_is_exported_of_a_published_form(tmp_path, fo
         assert await compare(engine, learner, form) < 1e-4
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("torchvision"), reason="vLLM imports torchvision for models with vision"
-)
+@pytest.mark.skipif(not has_torchvision(), reason="vLLM imports torchvision for models with vision")
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("is_fused", [True, pytest.param(False, marks=pytest.mark.nightly)])
 async def test_the_text_of_a_model_with_vision_is_generated_and_updated(tmp_path, is_fused):

@@ -117,8 +117,7 @@ def _list_mixers(config: Mapping[str, Any], layers: int) -> list[str]:
         states = set(range(layers)) - set(config["attn_layer_indices"])
     elif config.get("attn_type_list"):
         states = {i for i, kind in enumerate(config["attn_type_list"]) if not kind}
-    elif config.get("full_attention_interval") or config.get("layer_group_size"):
-        every = config.get("full_attention_interval") or config.get("layer_group_size")
+    elif every := config.get("full_attention_interval") or config.get("layer_group_size"):
         states = {i for i in range(layers) if (i + 1) % every}
     else:
         states = set()

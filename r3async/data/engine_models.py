@@ -7,6 +7,7 @@ nothing was run; where a reason is said to be that of the CPU build, its source 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,9 @@ ENGINE_MODELS: dict[str, EngineModel] = {
     "qwen3_next": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION),
     "qwen3_5": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
     "qwen3_5_moe": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
-    "granitemoehybrid": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION),
+    "granitemoehybrid": EngineModel(
+        cpu_dtype_reason=_CPU_CONVOLUTION, unread_config={"time_step_limit": [0.0, math.inf]}
+    ),
     "gpt_oss": EngineModel(
         cpu_dtype_reason="its attention with sinks has no kernel of another precision there",
         unread_config={

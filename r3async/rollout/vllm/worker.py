@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,6 +26,11 @@ from r3async.rollout.vllm.cpu_patches import (
 from r3async.rollout.vllm.load_plan import LoadPlan, LoadRecorder
 from r3async.rollout.vllm.nccl_sender import check_nccl_group, order_tensor_names
 from r3async.rollout.vllm.sampling_masks import record_sampling_masks
+from r3async.rollout.vllm.served_adapters import (
+    find_adapter_differences,
+    install_adapters,
+    keep_adapters,
+)
 from r3async.rollout.vllm.weight_comparison import (
     find_model_differences,
     iter_parameter_contents,
@@ -143,6 +149,24 @@ class WorkerExtension:
             self.r3_finish_load()
         self.r3_installed = published.version, published.digest
         return self.r3_installed
+
+    def r3_install_adapters(
+        self, manifest: bytes, versions_in_use: list[int]
+    ) -> tuple[int, int, float]:
+        """Load the adapters of a msgpack-encoded `WeightManifest`; see `install_adapters`.
+
+        Returns the version, its digest, and the seconds that it took. The owner has verified the
+        file.
+        """
+        began = time.perf_counter()
+        published = decode_msgpack(manifest, WeightManifest)
+        install_adapters(self, published, versions_in_use)
+        return published.version, published.digest, time.perf_counter() - began
+
+    def r3_find_adapter_differences(self, manifest: bytes) -> bytes:
+        """Return the msgpack-encoded result of `find_adapter_differences`."""
+        published = decode_msgpack(manifest, WeightManifest)
+        return msgspec.msgpack.encode(find_adapter_differences(self, published))
 
     def r3_use_vllm_config(self) -> contextlib.AbstractContextManager[None]:
         """Set vLLM's current configuration inside a block: some layers ask for it when they
@@ -279,7 +303,7 @@ class WorkerExtension:
             runner.reload_weights(weights_iterator=tensors)
             self.r3_finish_load()
 
-        with self.r3_use_vllm_config():
+        with self.r3_use_vllm_config(), keep_adapters(runner):
             return msgspec.msgpack.encode(
                 find_model_differences(runner.get_model(), published, load)
             )

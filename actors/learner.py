@@ -594,11 +594,12 @@ class LearnerActor:
 
     async def publish_version(self) -> Published:
         """Copy and write the current weights; see `VersionWriter.copy_weights` and
-        `write_version`."""
-        await self.components.version_writer.copy_weights(
-            self.model.counts.version, with_probe_scores=True
-        )
-        return await self.write_version()
+        `write_version`. Versions of adapters need a base: see `publish_base`."""
+        writer = self.components.version_writer
+        alone = self.config.learner.lora.delivers_adapters
+        base = await writer.publish_base() if alone else None
+        await writer.copy_weights(self.model.counts.version, with_probe_scores=True)
+        return msgspec.structs.replace(await self.write_version(), base=base)
 
     async def score_probe(self, version: int) -> np.ndarray | None:
         """Return the scores that `version` gives the probe's text, see `Published.scores`; None

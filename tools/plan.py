@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from r3async.actors.placement_plan import ResourceDemand, check_transfers, find_smallest_layout
-from r3async.config import Config
+from r3async.config import Config, ParallelConfig
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.tokens import SCHEMA
 from r3async.data.write_sizes import DTYPE_BYTES, WriteSizes
@@ -77,6 +77,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     wire_bytes_per_step: int
     buffer_bytes: int
     version_bytes: int
+    adapter_bytes: int
+    """Bytes of a version that has adapters alone; 0 if versions have all weights."""
     write_seconds: float
     """Timeout for writing a version, in seconds (`weights.write_timeout`)."""
     first_install_seconds: float
@@ -148,6 +150,7 @@ def make_run_plan(config: Config) -> RunPlan:
     tokens = rows * config.episode.max_total_tokens
     per_token = count_wire_bytes(routing)
     written = WriteSizes.for_model(config, shape.num_parameters)
+    adapter_bytes = _count_adapter_bytes(shape, config)
     gpus, shared, hosts, across = _plan_placement(config) if on_gpus else (0, False, [], [])
     plan = RunPlan(
         model=shape.name,
@@ -164,11 +167,14 @@ def make_run_plan(config: Config) -> RunPlan:
         wire_bytes_per_step=episodes * (tokens * per_token + TRAJECTORY_HEADER_BYTES),
         buffer_bytes=max_buffer_bytes(config, shape.routing_shape),
         version_bytes=written.version_bytes,
+        adapter_bytes=adapter_bytes,
         write_seconds=config.weights.resolve_write_timeout(written.version_bytes),
         first_install_seconds=config.weights.resolve_install_timeout(
             written.version_bytes, first=True
         ),
-        install_seconds=config.weights.resolve_install_timeout(written.version_bytes, first=False),
+        install_seconds=config.weights.resolve_install_timeout(
+            adapter_bytes or written.version_bytes, first=False
+        ),
         checkpoint_bytes=written.checkpoint_bytes,
         checkpoint_seconds=config.checkpoint.resolve_write_timeout(written.checkpoint_bytes),
         rank=rank,
@@ -331,6 +337,21 @@ def _make_notes(
     return notes
 
 
+def _count_adapter_bytes(shape: ModelShape, config: Config) -> int:
+    if not config.learner.lora.delivers_adapters:
+        return 0
+    whole = msgspec.structs.replace(config.learner, parallel=ParallelConfig())
+    made = count_adapters(shape, whole)
+    return made.adapter_parameters * DTYPE_BYTES[config.generator.dtype]
+
+
+def _describe_version(plan: RunPlan) -> str:
+    weights = format_bytes(plan.version_bytes)
+    if not plan.adapter_bytes:
+        return f"{weights} a version to each host"
+    return f"{weights} to each host once, then {format_bytes(plan.adapter_bytes)} a version"
+
+
 def format_count(count: float) -> str:
     """Format a count for display."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -378,7 +399,7 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
             if plan.buffer_bytes > config.transport.credit_bytes
             else ""
         ),
-        f"weights     {format_bytes(plan.version_bytes)} a version to each host; shared memory for "
+        f"weights     {_describe_version(plan)}; shared memory for "
         f"{VERSIONS_IN_MEMORY}: {format_bytes(VERSIONS_IN_MEMORY * plan.version_bytes)}",
         f"            at most {plan.write_seconds:.0f} s to write (weights.write_timeout)",
         f"            {plan.first_install_seconds:.0f} s for an engine's first installation, "

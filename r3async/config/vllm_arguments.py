@@ -27,6 +27,7 @@ _SAMPLING_REASON = (
     "set `episode.temperature`, `top_p`, `top_k` or `min_p`: the learner computes the "
     "same distribution"
 )
+_ADAPTER_REASON = 'set `learner.lora.deliver` = "adapter": adapters are versions of the policy'
 
 OWNED_ENGINE_ARGS = {
     "model": "set `model.path`",
@@ -70,7 +71,11 @@ OWNED_ENGINE_ARGS = {
     "spec_tokens": _DRAFT_REASON,
     "quantization": _DTYPE_REASON,
     "quantization_config": _DTYPE_REASON,
-    "enable_lora": "every version replaces all weights of the model",
+    "enable_lora": _ADAPTER_REASON,
+    "max_loras": _ADAPTER_REASON,
+    "max_cpu_loras": _ADAPTER_REASON,
+    "max_lora_rank": _ADAPTER_REASON,
+    "lora_target_modules": _ADAPTER_REASON,
     "cpu_offload_gb": _OFFLOAD_REASON,
     "offload_backend": _OFFLOAD_REASON,
     "kv_offloading_size": _TRANSFER_REASON,

@@ -4,7 +4,7 @@ methods left to each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +175,16 @@ class LearnerBackend:
         one is requested. Collective: all ranks have to iterate to the end.
         """
         raise NotImplementedError
+
+    def export_adapters(self) -> dict[str, Tensor]:
+        """Return the adapters as engines have them; see `LoraAdapters.gather_served_factors`."""
+        assert self._adapters is not None, "`learner.lora.rank` is 0"
+        return self._adapters.gather_served_factors(self.ranks)
+
+    def use_start_weights(self) -> AbstractContextManager[None]:
+        """See `LoraAdapters.use_reference_weights`."""
+        assert self._adapters is not None, "`learner.lora.rank` is 0"
+        return self._adapters.use_reference_weights()
 
     def parameter_slices(self) -> list[ShardSlice]:
         """Return where this rank's part of each unfrozen parameter lies in the whole, in the

@@ -78,7 +78,8 @@ class HostWeights(dict[str, "torch.Tensor"]):
         `matches_layout` is True."""
         import torch
 
-        torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
+        if self:
+            torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
         return self
 
     def copy_in_buckets(

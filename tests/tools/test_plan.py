@@ -241,6 +241,17 @@ def test_how_long_an_installation_may_take_follows_from_the_bytes_of_a_version_u
     assert (fixed.first_install_seconds, fixed.install_seconds) == (77, 77)
 
 
+def test_a_version_of_adapters_alone_is_planned_beside_the_weights_that_engines_get_once():
+    alone = ["learner.lora.deliver=adapter", 'learner.lora.targets=["self_attn"]']
+    config = load_config("moe_30b_lora", alone)
+    plan = make_run_plan(config)
+    assert plan.adapter_bytes == 2 * 48 * 32 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    assert plan.install_seconds < plan.first_install_seconds / 3
+    assert "56.9 GiB to each host once, then 51.0 MiB a version" in describe_plan(plan, config)
+    with pytest.raises(ConfigError, match=r"'model\.layers\.0\.mlp\.experts.*targets` = \[\"self_attn\"\]"):
+        make_checked_plan(load_config("moe_30b_lora", alone[:1]))
+
+
 def test_how_long_writing_may_take_follows_from_the_bytes_unless_it_is_set():
     config = load_config("moe_30b_r3")
     plan = make_run_plan(config)

@@ -27,7 +27,7 @@ from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep
 from r3async.actors.version_delivery import VersionInstaller
 from r3async.actors.version_writer import Published, VersionWriter
-from r3async.config import config_to_dict, load_config
+from r3async.config import LoraConfig, config_to_dict, load_config
 from r3async.learner import LearnerError
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.prepare import PreparedStep
@@ -36,7 +36,7 @@ from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.weights.interfaces import TransferOffer
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import BASE_VERSION, AdapterFormat, WeightManifest
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
@@ -144,6 +144,21 @@ def learner(tmp_path, monkeypatch):
         inbox, trainer, NextStep(inbox, actor._packer_lane, trainer.prepare_step), None, publishing
     )
     return actor
+
+
+async def test_the_first_version_of_adapters_alone_comes_with_the_start_model(learner):
+    backend = learner.model.ranks
+    learner.config.learner.lora = LoraConfig(rank=8, deliver="adapter")
+    backend.may_write.release(3)
+    first = await asyncio.wait_for(learner.publish_version(), LIMIT)
+    assert backend.happened == ["copied -1", "written -1", "copied 0", "written 0"]
+    base = first.base.manifest
+    assert (base.version, base.adapter, first.version) == (BASE_VERSION, None, 0)
+    await learner.run_step()
+    later = await asyncio.wait_for(learner.write_version(), LIMIT)
+    assert later.base is None
+    for each in (first, later):
+        assert each.publication.manifest.adapter == AdapterFormat(8, base.digest)
 
 
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):

@@ -147,6 +147,7 @@ class TorchLearner(LearnerBackend):
                 config.learner.lora,
                 seed=config.seed,
                 dtype=dtype,
+                served_dtype=getattr(torch, config.generator.dtype),
             )
         learner = cls(config, source, ranks, model, replay, adapters)
         names = CheckpointNames(causal, open_model_files(source))
@@ -284,7 +285,9 @@ def find_adapter_candidates(
         divided: ShardedDim = (
             ("rows" if p.ndim == 2 else "matrices") if ranks.world_size > 1 else None
         )
-        out.append(AdapterCandidate(p, locate_shard(name, p, ranks), divided, router))
+        owner = model.causal_lm.get_submodule(name.rpartition(".")[0])
+        linear = owner if type(owner) is torch.nn.Linear and ranks.world_size == 1 else None
+        out.append(AdapterCandidate(p, locate_shard(name, p, ranks), divided, router, linear))
     return out
 
 

@@ -33,6 +33,7 @@ from r3async.rollout.vllm.messages import (
     ADD_MESSAGE,
     CALL_MESSAGE,
     CORE_DEAD_MESSAGE,
+    CoreAdapterRequest,
     CoreCallResult,
     CoreOutput,
     CoreOutputDecoder,
@@ -138,6 +139,7 @@ class EngineCoreClient:
         prompt_ids: list[int],
         params: CoreSamplingParams,
         cache_salt: str | None,
+        adapter: CoreAdapterRequest | None = None,
     ) -> None:
         """Send a request, whose id must be new. Raises `EngineError` for one that the engine
         could not serve."""
@@ -158,7 +160,7 @@ class EngineCoreClient:
         await self._send_message(
             ADD_MESSAGE,
             CoreRequest(
-                request_id, prompt_ids, None, params, None, time.time(), None, cache_salt, None
+                request_id, prompt_ids, None, params, None, time.time(), adapter, cache_salt, None
             ),
         )
 

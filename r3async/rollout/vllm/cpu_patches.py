@@ -1,11 +1,13 @@
 """Patches of vLLM's CPU engine.
 
 Experts are packed again after a reload, views of a packed convolution get its new weights, small
-matrices are not packed at all, and rotary embeddings apply to all heads.
+matrices are not packed at all, rotary embeddings apply to all heads, and experts run beside
+adapters of other layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -78,6 +80,28 @@ def patch_vllm_for_cpu() -> None:
     loaded. Idempotent."""
     patch_packing()
     patch_rotary_embedding()
+    patch_experts_beside_adapters()
+
+
+def patch_experts_beside_adapters() -> None:
+    """Make vLLM in this process choose the experts' kernels for the CPU also where it serves
+    adapters. Those are of other layers only. Idempotent.
+
+    With adapters of any layer vLLM (0.30) chooses kernels that apply adapters of experts, which are
+    Triton's, on every device.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.platforms import current_platform
+
+    select = method.select_unquantized_moe_backend
+
+    def select_without_adapters(moe_config: Any) -> Any:
+        if current_platform.is_cpu():
+            moe_config = dataclasses.replace(moe_config, is_lora_enabled=False)
+        return select(moe_config)
+
+    if select.__module__ != __name__:
+        method.select_unquantized_moe_backend = select_without_adapters
 
 
 def patch_rotary_embedding() -> None:

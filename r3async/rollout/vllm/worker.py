@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,11 @@ from r3async.rollout.vllm.gpt_oss import GptOssTensors, is_gpt_oss
 from r3async.rollout.vllm.load_plan import LoadPlan, LoadRecorder
 from r3async.rollout.vllm.nccl_sender import check_nccl_group, order_tensor_names
 from r3async.rollout.vllm.sampling_masks import record_sampling_masks
+from r3async.rollout.vllm.served_adapters import (
+    find_adapter_differences,
+    install_adapters,
+    keep_adapters,
+)
 from r3async.rollout.vllm.weight_comparison import (
     find_derived_buffers,
     find_model_differences,
@@ -161,6 +167,24 @@ class WorkerExtension:
         self.r3_installed = published.version, published.digest
         return self.r3_installed
 
+    def r3_install_adapters(
+        self, manifest: bytes, versions_in_use: list[int]
+    ) -> tuple[int, int, float]:
+        """Load the adapters of a msgpack-encoded `WeightManifest`; see `install_adapters`.
+
+        Returns the version, its digest, and the seconds that it took. The owner has verified the
+        file.
+        """
+        began = time.perf_counter()
+        published = decode_msgpack(manifest, WeightManifest)
+        install_adapters(self, published, versions_in_use)
+        return published.version, published.digest, time.perf_counter() - began
+
+    def r3_find_adapter_differences(self, manifest: bytes) -> bytes:
+        """Return the msgpack-encoded result of `find_adapter_differences`."""
+        published = decode_msgpack(manifest, WeightManifest)
+        return msgspec.msgpack.encode(find_adapter_differences(self, published))
+
     def r3_use_vllm_config(self) -> contextlib.AbstractContextManager[None]:
         """Set vLLM's current configuration inside a block: some layers ask for it when they
         process weights."""
@@ -291,10 +315,12 @@ class WorkerExtension:
     def r3_find_weight_differences(self, manifest: bytes) -> bytes:
         """Return the msgpack-encoded result of `find_model_differences`."""
         published = decode_msgpack(manifest, WeightManifest)
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        with self.r3_use_vllm_config():
+        runner = self.model_runner  # type: ignore[attr-defined]
+        with self.r3_use_vllm_config(), keep_adapters(runner):
             found = find_model_differences(
-                model, published, lambda tensors: self.r3_reload_tensors(published, tensors)
+                runner.get_model(),
+                published,
+                lambda tensors: self.r3_reload_tensors(published, tensors),
             )
         return msgspec.msgpack.encode(found)
 

@@ -65,6 +65,7 @@ import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
 from r3async.config.vllm_arguments import CACHE_DTYPE_BYTES
+from r3async.data import models
 from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
 from r3async.data.models import (
     ARCHITECTURES,
@@ -96,58 +97,12 @@ SENDER_BUCKETS = 4
 """Buckets that a process holds at most while it sends weights with NCCL (`weights.nccl`)."""
 
 
-_QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-    },
-    "Qwen3-235B-A22B": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_attention_heads": 64,
-    },
-    "Qwen2.5-1.5B-Instruct": {
-        "model_type": "qwen2",
-        "num_hidden_layers": 28,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "Qwen2.5-7B-Instruct": {
-        "model_type": "qwen2",
-        "num_hidden_layers": 28,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-    },
-}
-"""Numbers of published models from their own `config.json`:
-huggingface.co/Qwen/NAME/blob/main/config.json."""
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = decode_python_json(
+    Path(models.__file__).with_name("published_models.json").read_bytes()
+)
+"""Sizes of published models from their own `config.json`, huggingface.co/ORGANISATION/NAME; of
+Qwen3.5-35B-A3B and GLM-4.5-Air as transformers writes it again, of Bamba-9B and Olmo-Hybrid-7B as
+transformers documents it. Read in November 2026."""
 
 INIT_VOCAB_SIZE = 264
 """Vocabulary of a model that `model.init` makes: 256 bytes and six special tokens, in a
@@ -419,8 +374,13 @@ def count_layer_activations(
     if shape.kv_rank:
         both = a * (2 * shape.qk_dim + shape.value_dim)
         attention = 2 * h + 2 * (shape.query_rank + shape.kv_rank) + 2 * both + a * shape.value_dim
+    if index not in shape.attention_layers:
+        attention = 0
+    if index in shape.recurrent_layers:
+        # What its projections return is kept, before and after the convolution, in float32.
+        attention += 2 * h + 4 * shape.recurrent_parameters // h
     if index not in shape.moe_layers:
-        return attention + 2 * h + 5 * shape.mlp_width, 0.0
+        return attention + 2 * h + 5 * shape.mlp_width * (index in shape.dense_layers), 0.0
     mixture = (
         shape.top_k * (h + (3 if own_kernels else 6) * shape.expert_width)
         + 4 * shape.num_experts
@@ -482,9 +442,8 @@ def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     heads = max(1, shape.num_kv_heads // tp)  # fewer heads than ranks are held more than once
     # Latent attention keeps the compressed form of keys and values, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
-    per_token = (
-        shape.num_layers * values * (CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width)
-    )
+    cached = CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width
+    per_token = len(shape.attention_layers) * values * cached
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
     graphs = 0.0
     if shape.num_parameters > GPU_PARAMETERS:

@@ -301,6 +301,11 @@ def _make_notes(
             f"{format_bytes(made.adapted_weights * DTYPE_BYTES[config.learner.dtype])} as in the "
             "start model are in host memory, for each rank"
         )
+    if shape.recurrent_layers and config.learner.share_prefixes:
+        notes.append(
+            f"{len(shape.recurrent_layers)} of {shape.num_layers} layers keep a state, in which "
+            "samples cannot share a prefix: learner.share_prefixes has no effect"
+        )
     p = config.learner.parallel
     if config.supervise.copy_steps and 1 < p.world_size <= (
         config.cluster.gpus_per_node if on_gpus else p.world_size

@@ -72,7 +72,8 @@ def test_files_that_do_not_fit_are_refused(model, change, part, tmp_path):
     judge(dry_run(f"model.path={path}", cwd=tmp_path), (part,))
 
 
-WHOLE = {"gpt_oss": ha.TORCH_ONLY["gpt_oss"] | {"layer_types": ["full_attention"] * 3}}
+WHOLE = {kind.removesuffix("_text"): {"model_type": kind, **own} for kind, own in ha.TORCH_ONLY.items()}
+WHOLE["gpt_oss"] |= {"layer_types": ["full_attention"] * 3}
 
 
 def described(directory: Path, **config) -> Path:
@@ -97,14 +98,14 @@ def test_models_that_nothing_trains_are_refused_by_name(kind, words, tmp_path):
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts_per_tok"])
 def test_a_mixture_that_is_described_by_other_words_is_refused_in_a_line(key, words, tmp_path):
-    path = described(tmp_path / "m", **{"model_type": "hunyuan_v1_moe", key: None, "moe_topk": 2})
+    path = described(tmp_path / "m", **{"model_type": "hunyuan_v1_moe", key: None})
     judge(typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path), (key,))
 
 
 @pytest.mark.parametrize("kind", ["granitemoe", *TORCH_ONLY_ARCHITECTURES])
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
-    path = described(tmp_path / "m", model_type=kind, **WHOLE.get(kind, {}))
+    path = described(tmp_path / "m", **({"model_type": kind} | WHOLE.get(kind, {})))
     said = typed("train", "quickstart", f"model.path={path}", *words, cwd=tmp_path)
     judge(said, (kind, 'set it to "torch"', *ARCHITECTURES))
 
@@ -128,7 +129,7 @@ LONG = {"max_position_embeddings": 1024, "head_dim": 32}
 SHORT = ("episode.max_total_tokens=256", "episode.max_prompt_tokens=128")
 UNFIT = {
     "that engines cannot be given anew": (
-        {"model_type": "gpt_oss", **WHOLE["gpt_oss"], **LONG},
+        WHOLE["gpt_oss"] | LONG,
         ["learner.backend=torch"],
         ("gpt-oss", TORCH_ONLY_ARCHITECTURES["gpt_oss"].engine_unsupported_reason, "r3async sft"),
     ),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3async.config import Config, ConfigError, ParallelConfig
-from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIXES
 from r3async.learner import LearnerError
 from r3async.rollout.activations import ActivationRecorder
 from r3async.rollout.engine import GenerationRequest
@@ -85,7 +85,7 @@ def find_changed_tensors(tensors: Mapping[str, Tensor], directory: Path, dtype: 
         if name not in files:
             continue
         written = files[name].get_tensor(name)
-        kept = tensor.dtype if name.endswith(EXPERT_BIAS_SUFFIX) else getattr(torch, dtype)
+        kept = tensor.dtype if name.endswith(EXPERT_BIAS_SUFFIXES) else getattr(torch, dtype)
         if not torch.equal(written.to(kept), tensor.cpu().to(kept)):
             found.append(name)
     if not any(name in files for name in tensors):

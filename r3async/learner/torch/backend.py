@@ -260,12 +260,15 @@ def find_adapter_candidates(
         for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())
     }
     routers = {id(p) for router in model.routers for p in router.parameters()}
+    convolutions = {
+        id(p) for m in model.modules() if isinstance(m, torch.nn.Conv1d) for p in m.parameters()
+    }
     out = []
     for name, p in model.causal_lm.named_parameters():
         router = id(p) in routers
         if (
             p.ndim < 2
-            or id(p) in ends
+            or id(p) in ends | convolutions
             or name.endswith("bias")
             or (router and config.freeze_router)
         ):
@@ -343,7 +346,8 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype, ep: in
             fully_shard(module, mesh=grid["replicas"], mp_policy=policy)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, PackedModel._trial_forward.__name__)
+    for trial in (PackedModel._find_leaks, PackedModel._trial_forward):
+        register_fsdp_forward_method(model, trial.__name__)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -1,0 +1,69 @@
+"""A causal depthwise convolution over packed samples, none of which sees the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from r3async.learner.recurrent_layout import RecurrentLayout
+
+CPU_BLOCK_ELEMENTS = 2**16
+"""Elements that the passes over a block of rows take from a core's cache instead of memory."""
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layout: RecurrentLayout
+) -> Tensor:
+    """Convolve each channel: `x [N, C]`, `weight [C, K]`, `bias [C]` -> `[N, C]`.
+
+    `y_t = bias + sum_s weight[:, K - 1 - s] x_(t - s)`, over the tokens `t - s` of the sample of
+    `t`. Computes in the dtype of `weight`, and returns that of `x`.
+    """
+    out: Tensor = _Convolution.apply(x.to(weight.dtype), weight, layout.positions)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+class _Convolution(torch.autograd.Function):
+    """The autograd function of `causal_convolution`, without its bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, positions)
+        taps = weight.t().flip(0)
+        out = torch.empty_like(x)
+        for start, end in _iter_blocks(x):
+            torch.mul(x[start:end], taps[0], out=out[start:end])
+            for back in range(1, len(taps)):
+                first = min(max(start, back), end)
+                unseen = positions[first:end, None] < back
+                earlier = x[first - back : end - back].masked_fill(unseen, 0)
+                out[first:end].addcmul_(earlier, taps[back])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, positions = ctx.saved_tensors
+        taps = weight.t().flip(0)
+        by_out = grads[0]
+        by_x = torch.empty_like(x)
+        by_taps = torch.zeros_like(taps)
+        for start, end in _iter_blocks(x):
+            torch.mul(by_out[start:end], taps[0], out=by_x[start:end])
+            by_taps[0] += (by_out[start:end] * x[start:end]).sum(0)
+            for back in range(1, len(taps)):
+                last = max(min(end, len(x) - back), start)
+                rows = slice(start + back, last + back)
+                grad = by_out[rows].masked_fill(positions[rows, None] < back, 0)
+                by_x[start:last].addcmul_(grad, taps[back])
+                by_taps[back] += (grad * x[start:last]).sum(0)
+        return by_x, by_taps.flip(0).t(), None
+
+
+def _iter_blocks(x: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each block, and the end of the block."""
+    rows = len(x) if x.is_cuda else max(1, CPU_BLOCK_ELEMENTS // x.shape[1])
+    for start in range(0, len(x), rows):
+        yield start, min(start + rows, len(x))

@@ -63,10 +63,11 @@ def test_ranks_train_as_one_does(ranks_of, tmp_path, variant, layout, recompute)
     ranks = ranks_of(layout["dp"]).call(_step, path, _settings(recompute, **layout), micro_batches)
     loss, plain = reference(path, micro_batches, _settings())
     assert alone["metrics"]["loss/policy"] + alone["metrics"]["loss/rollout_kl"] == pytest.approx(loss, rel=1e-5)
-    expected = {n: torch.from_numpy(g) for n, g in plain.items()}
     for rank in ranks:
-        error, worst = ht.worst_error({n: torch.from_numpy(g) for n, g in rank["gradients"].items()}, expected)
-        assert error < 1e-5, worst
+        gradients = {n: torch.from_numpy(g) for n, g in rank["gradients"].items()}
+        for expected in (alone["gradients"], plain):
+            error, worst = ht.worst_error(gradients, {n: torch.from_numpy(g) for n, g in expected.items()})
+            assert error < 1e-5, worst
         for key in ("loss/policy", "loss/rollout_kl", "grad_norm", "routing/agreement"):
             assert rank["metrics"][key] == pytest.approx(alone["metrics"][key], rel=1e-5), key
         assert rank["metrics"] == ranks[0]["metrics"]

@@ -109,9 +109,7 @@ def _forward_on_owners(
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Let the module compute with this rank's part of its parameters."""
     whole = dict(module._parameters)
-    module._parameters.update(
-        {name: p.to_local() for name, p in whole.items() if p is not None}  # type: ignore[attr-defined]
-    )
+    module._parameters.update({name: p.to_local() for name, p in whole.items() if p is not None})
     try:
         yield
     finally:

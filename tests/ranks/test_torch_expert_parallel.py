@@ -27,7 +27,11 @@ CASES = [
     ("glm4_moe", {"dp": 4, "ep": 4}, "none"),
     ("mixtral", {"dp": 2, "ep": 2}, "full"),
     ("gpt_oss", {"dp": 4, "ep": 2}, "none"),
+    ("qwen3_5_moe_text", {"dp": 2, "ep": 2}, "selective"),
 ]
+
+ROUNDING = {"qwen3_5_moe_text": 1e-4}
+"""Error of gradients against plain transformers, if not 1e-5: the sums of its delta rule have other lengths."""
 
 
 def _settings(recompute: str = "none", **parallel: int) -> Config:
@@ -65,9 +69,9 @@ def test_ranks_train_as_one_does(ranks_of, tmp_path, variant, layout, recompute)
     assert alone["metrics"]["loss/policy"] + alone["metrics"]["loss/rollout_kl"] == pytest.approx(loss, rel=1e-5)
     for rank in ranks:
         gradients = {n: torch.from_numpy(g) for n, g in rank["gradients"].items()}
-        for expected in (alone["gradients"], plain):
+        for expected, bound in ((alone["gradients"], 1e-5), (plain, ROUNDING.get(variant, 1e-5))):
             error, worst = ht.worst_error(gradients, {n: torch.from_numpy(g) for n, g in expected.items()})
-            assert error < 1e-5, worst
+            assert error < bound, worst
         for key in ("loss/policy", "loss/rollout_kl", "grad_norm", "routing/agreement"):
             assert rank["metrics"][key] == pytest.approx(alone["metrics"][key], rel=1e-5), key
         assert rank["metrics"] == ranks[0]["metrics"]

@@ -28,12 +28,12 @@ CASES = [
     ("glm4_moe", {"dp": 4, "ep": 4}, "none"),
     ("mixtral", {"dp": 2, "ep": 2}, "full"),
     ("gpt_oss", {"dp": 4, "ep": 2}, "none"),
-    ("granitemoehybrid", {"dp": 2, "ep": 1}, "selective"),
     ("granitemoehybrid", {"dp": 4, "ep": 2}, "full"),
-    ("qwen3_next", {"dp": 2, "ep": 2}, "selective"),
+    ("qwen3_5_moe_text", {"dp": 2, "ep": 2}, "selective"),
 ]
+
 STATE_TOLERANCE = 1e-4
-"""Of models with layers that keep a state: sums over a sample differ by more with another layout in float32."""
+"""Error of gradients against plain transformers in models that keep a state: its sums have other lengths."""
 
 
 def _settings(recompute: str = "none", **parallel: int) -> Config:
@@ -73,9 +73,12 @@ def test_ranks_train_as_one_does(ranks_of, tmp_path, variant, layout, recompute)
     assert alone["metrics"]["loss/policy"] + alone["metrics"]["loss/rollout_kl"] == pytest.approx(loss, rel=1e-5)
     for rank in ranks:
         gradients = {n: torch.from_numpy(g) for n, g in rank["gradients"].items()}
-        for expected in (alone["gradients"], plain):
+        for expected, bound in (
+            (alone["gradients"], 1e-5),
+            (plain, STATE_TOLERANCE if variant in hm.BY_TOPK else 1e-5),
+        ):
             error, worst = ht.worst_error(gradients, {n: torch.from_numpy(g) for n, g in expected.items()})
-            assert error < (STATE_TOLERANCE if variant in hm.BY_TOPK else 1e-5), worst
+            assert error < bound, worst
         for key in ("loss/policy", "loss/rollout_kl", "grad_norm", "routing/agreement"):
             assert rank["metrics"][key] == pytest.approx(alone["metrics"][key], rel=1e-5), key
         assert rank["metrics"] == ranks[0]["metrics"]

@@ -23,6 +23,7 @@ def described(config: Config, directory: Path) -> Config:
     directory.mkdir()
     if config.model.path:
         numbers = dict(PUBLISHED_CONFIGS[Path(config.model.path).name])
+        numbers = numbers.get("text_config", numbers)  # what is trained
         if config.learner.lora.rank:
             numbers["num_hidden_layers"] = LAYERS_WITH_ADAPTERS
         (directory / "config.json").write_text(json.dumps(numbers))
@@ -44,7 +45,7 @@ def stages(config: Config) -> list[int]:
 
 
 NAMES = [path.stem for path in list_preset_paths()]
-LARGE = [name for name in NAMES if "235b" in name or "30b" in name]
+LARGE = [name for name in NAMES if any(size in name for size in ("235b", "30b", "35b"))]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in LARGE else n for n in NAMES])
@@ -52,6 +53,8 @@ def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     config = described(load_config(name), tmp_path / "model")
     learner, planned = config.learner, estimate_rank_memory(find_model_shape(config)[0], config)
     build = {"megatron": megatron_rank, "torch": torch_rank}[learner.backend]
+    offloaded = learner.offload_moments
+    learner.offload_moments = offloaded and learner.backend == "megatron"  # meta tensors cannot go to the host
     most: dict[str, int] = {}
     for rank in stages(config):
         with build(config, tmp_path / "model", rank) as made:
@@ -70,15 +73,16 @@ def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     # The last stage has one norm more than the first, of which the plan is if that needs more.
     exact = 1e-6 if learner.parallel.pp > 1 else 0
     assert most["parameters"] == pytest.approx(planned.parameters, rel=1e-3 if learner.backend == "torch" else exact)
-    on_device = ("gradients", "masters", "adapters", *(["moments"] * (not learner.offload_moments)))
+    on_device = ("gradients", "masters", "adapters", *(["moments"] * (not offloaded)))
     optimizer = sum(most[part] for part in on_device)
     if learner.backend == "torch" and learner.parallel.dp > 1:
         # What FSDP puts together of layers, and a layer's gradient, is there while a pass is made.
-        optimizer += planned.optimizer - 12 * planned.parameters
+        optimizer += planned.optimizer - (4 if offloaded else 12) * planned.parameters
         assert most["weights"] == pytest.approx(4 * planned.parameters, rel=1e-3)
     else:
         assert most["weights"] == pytest.approx(planned.weights, rel=exact)
-    assert optimizer == pytest.approx(planned.optimizer, rel=0.002 if learner.shard_optimizer else 1e-6)
+    divided = learner.shard_optimizer or learner.backend == "torch"
+    assert optimizer == pytest.approx(planned.optimizer, rel=0.002 if divided else 1e-6)
 
 
 def test_divided_gradients_are_held_as_the_plan_says(tmp_path):

@@ -35,12 +35,17 @@ def load_trained(path: Path, layers: int) -> TorchLearner:
     return learner
 
 
-async def compare(engine: VllmEngine, learner: TorchLearner, name: str) -> float:
-    """Return the largest difference of log-probs."""
+ROUNDING = 0.2
+"""Mean difference of log-probs in bfloat16, where a few tokens may have other experts. Another model differs by more
+than 1."""
+
+
+async def compare(engine: VllmEngine, learner: TorchLearner, name: str) -> np.ndarray:
+    """Return the differences of log-probs, `[12]`."""
     ids = prompt(60, seed=1) % hm.VOCAB
     generation = await engine.generate(request(ids, 12, name))
     scores = learner.score_sequence(np.concatenate([ids, generation.token_ids]))
-    return float(np.abs(generation.logprobs - scores[59:]).max())
+    return np.abs(generation.logprobs - scores[59:])
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -52,7 +57,7 @@ async def test_an_engine_of_a_quantized_model_gets_its_weights_from_the_learner(
     with VersionStore(tmp_path / "versions") as store:
         async with started(given, 128) as engine:
             await engine.install_version(store.write_tensors(0, learner.export_weights(), torch.float32), 60)
-            assert await compare(engine, learner, "fp8") < 1e-4
+            assert (await compare(engine, learner, "fp8")).max() < 1e-4
 
 
 @pytest.mark.nightly
@@ -67,7 +72,7 @@ async def test_an_engine_loads_what_is_exported_of_a_published_form(tmp_path, fo
     learner = load_trained(path, ha.mixtures(path))
     learner.save_pretrained(tmp_path / "out")
     async with started(tmp_path / "out", 128) as engine:
-        assert await compare(engine, learner, form) < 1e-4
+        assert (await compare(engine, learner, form)).max() < 1e-4
 
 
 @pytest.mark.skipif(not has_torchvision(), reason="vLLM imports torchvision for models with vision")
@@ -81,10 +86,10 @@ async def test_the_text_of_a_model_with_vision_is_generated_and_updated(tmp_path
     learner = load_trained(path, 2)
     learner.save_pretrained(tmp_path / "out")
     async with started(tmp_path / "out", 128, dtype="bfloat16") as engine:
-        assert await compare(engine, learner, "exported") < 0.1
+        assert (await compare(engine, learner, "exported")).mean() < ROUNDING
         learner.model.causal_lm.lm_head.weight.data.mul_(-1)
         with VersionStore(tmp_path / "versions") as store:
             manifest = store.write_tensors(0, learner.export_weights(), torch.bfloat16)
             manifest = msgspec.structs.replace(manifest, carried=tuple(learner.carried))
             await engine.install_version(manifest, 60)
-        assert await compare(engine, learner, "updated") < 0.1
+        assert (await compare(engine, learner, "updated")).mean() < ROUNDING

@@ -4,7 +4,6 @@ ones are named.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of a `config.json`, or of one nested in it, that describe quantized weights."""
+DECODER_PREFIXES = {"model", "language_model", "backbone"}
+"""Parts of a tensor's name before the decoder's `layers`. Other towers have layers as well."""
 FP8_SCALE_SUFFIX = "_scale_inv"
 """Suffix that a matrix's name has in the name of its scales, in fp8."""
 MXFP4_SUFFIXES = ("_blocks", "_scales")
@@ -119,13 +120,15 @@ def declares_prediction_layers(config: Mapping[str, Any]) -> bool:
 
 
 def is_prediction_tensor(name: str, layers: int) -> bool:
-    """Return True for the name of a tensor of layers for multi-token prediction, in a model with
-    that many `layers` besides."""
+    """Return True for the name of a tensor of layers for multi-token prediction, in a model whose
+    decoder has that many `layers` besides."""
     parts = name.split(".")
-    behind = [
-        after for part, after in itertools.pairwise(parts) if part == "layers" and after.isdigit()
-    ]
-    return "mtp" in parts or any(int(number) >= layers for number in behind)
+    if "mtp" in parts:
+        return True
+    where = parts.index("layers") if "layers" in parts else len(parts)
+    number = parts[where + 1] if where + 1 < len(parts) else ""
+    in_decoder = set(parts[:where]) <= DECODER_PREFIXES
+    return in_decoder and number.isdigit() and int(number) >= layers
 
 
 def list_weight_files(directory: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from r3async.config import LearnerConfig
 from r3async.data.checkpoint_forms import (
     CheckpointFormError,
+    is_prediction_tensor,
     list_weight_files,
     read_quantized_form,
 )
@@ -169,7 +170,7 @@ def check_tensor_shapes(shape: MegatronModelShape, found: Mapping[str, Sequence[
     missing = sorted(set(needed) - set(found))
     unknown = sorted(set(found) - allowed)
     if shape.has_extra_layers:
-        unknown = [name for name in unknown if not _is_extra_layer(name, shape.num_layers)]
+        unknown = [name for name in unknown if not is_prediction_tensor(name, shape.num_layers)]
     for what, names in (
         ("lacks", missing),
         (f"has tensors that are not of {shape.architecture.title}:", unknown),
@@ -185,13 +186,7 @@ def check_tensor_shapes(shape: MegatronModelShape, found: Mapping[str, Sequence[
 def list_extra_tensors(shape: MegatronModelShape, names: Iterable[str]) -> list[str]:
     """Return those `names` of a checkpoint's tensors that belong to layers for multi-token
     prediction."""
-    return [name for name in names if _is_extra_layer(name, shape.num_layers)]
-
-
-def _is_extra_layer(name: str, layers: int) -> bool:
-    """Return True if that tensor belongs to a layer beyond the first `layers`."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
+    return [name for name in names if is_prediction_tensor(name, shape.num_layers)]
 
 
 def open_model_files(directory: Path) -> dict[str, Any]:

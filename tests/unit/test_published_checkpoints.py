@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-from r3async.data.checkpoint_forms import CheckpointFormError, read_quantized_form
+from r3async.data.checkpoint_forms import CheckpointFormError, is_prediction_tensor, read_quantized_form
 from r3async.data.model_shape import RoutingShape
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.micro_batches import pack_samples
@@ -302,3 +302,18 @@ def test_tensors_of_several_dtypes_are_read_as_one(tmp_path):
     assert {tensor.dtype for tensor in before.values()} == set(kinds)
     assert out.keys() == before.keys()
     assert all(torch.equal(out[name], t.float()) for name, t in before.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "is_predicting"),
+    [
+        ("mtp.fc.weight", True),
+        ("model.layers.4.mlp.gate.weight", True),
+        ("model.language_model.layers.4.mlp.gate.weight", True),
+        ("model.language_model.layers.3.mlp.gate.weight", False),
+        ("model.visual.layers.30.mlp.fc.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_layers_behind_the_decoders_last_one_predict_and_those_of_a_vision_tower_do_not(name, is_predicting):
+    assert is_prediction_tensor(name, 4) == is_predicting

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from r3async.data.checkpoint_forms import (
+    INDEX_FILE,
     is_prediction_key,
     is_prediction_tensor,
     read_quantized_form,
@@ -172,7 +173,7 @@ def _name_weight_files(directory: Path, files: Mapping[str, Mapping[str, int]]) 
         weight_map.update(dict.fromkeys(sizes, name))
     total = sum(nbytes for sizes in files.values() for nbytes in sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_version_as_model(

@@ -11,7 +11,6 @@ from r3async.actors.remote_generators import write_engine_model
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.rollout.vllm.engine_packages import has_torchvision
 from r3async.weights.version_store import VersionStore
 from r3async.world.real import REAL_WORLD
 from tests.helpers import architectures as ha
@@ -75,7 +74,6 @@ async def test_an_engine_loads_what_is_exported_of_a_published_form(tmp_path, fo
         assert (await compare(engine, learner, form)).max() < 1e-4
 
 
-@pytest.mark.skipif(not has_torchvision(), reason="vLLM imports torchvision for models with vision")
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("is_fused", [True, pytest.param(False, marks=pytest.mark.nightly)])
 async def test_the_text_of_a_model_with_vision_is_generated_and_updated(tmp_path, is_fused):

@@ -104,7 +104,7 @@ def relay_layers(layers: list[nn.Module], lengths: np.ndarray, groups: Samples) 
         base += index.numel()
     slots = torch.from_numpy(back)
 
-    def relay(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def lay_out_rows(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, **_: Any) -> Tensor:
             outs = [own(hidden_states[0][index]).flatten(0, 1) for index in rows]
             return torch.cat(outs)[slots][None]
@@ -112,7 +112,7 @@ def relay_layers(layers: list[nn.Module], lengths: np.ndarray, groups: Samples) 
         return forward
 
     for layer in layers:
-        layer.forward = relay(layer.forward)
+        layer.forward = lay_out_rows(layer.forward)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import msgspec
 
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one `model_type`. Without a declaration nothing is refused."""
+    """The limits of vLLM for one `model_type`. Nothing is refused where none are declared."""
 
     unsupported_reason: str = ""
     """Reason why vLLM cannot run it."""
@@ -116,8 +116,8 @@ COMPARED_MODEL_TYPES = (
     *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3", "glm4_moe"),
     *("qwen3", "qwen2", "llama", "gpt_oss", "qwen3_next", "qwen3_5_moe", "granitemoehybrid"),
 )
-"""Models of which tests compare vLLM's log-probs and routes on CPU with those of transformers, before
-and after updates."""
+"""Models of which tests compare vLLM's log-probs and routes on CPU with those of transformers,
+before and after updates."""
 
 
 def find_engine_model(model_type: str) -> EngineModel:

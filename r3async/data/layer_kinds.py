@@ -111,7 +111,8 @@ def _list_mixers(config: Mapping[str, Any], layers: int) -> list[str]:
         # Kimi Linear counts from 1.
         states = {number - 1 for number in nested["kda_layers"]}
     elif config.get("attn_layer_period"):
-        period, offset = config["attn_layer_period"], config.get("attn_layer_offset") or 0
+        period = config["attn_layer_period"]
+        offset = config.get("attn_layer_offset") or 0
         states = {i for i in range(layers) if i % period != offset}
     elif config.get("attn_layer_indices") is not None:
         states = set(range(layers)) - set(config["attn_layer_indices"])
@@ -133,7 +134,8 @@ def _list_mixtures(config: Mapping[str, Any], kinds: list[str]) -> list[int]:
     if feed_forwards:
         return [i for i in layers if feed_forwards[i] == "sparse"]
     if config.get("expert_layer_period"):
-        period, offset = config["expert_layer_period"], config.get("expert_layer_offset") or 0
+        period = config["expert_layer_period"]
+        offset = config.get("expert_layer_offset") or 0
         return [i for i in layers if i % period == offset]
     dense = set(config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step") or config.get("moe_layer_interval") or 1

@@ -107,10 +107,10 @@ def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) 
 
 
 def _list_missing(config: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    def has(key: str) -> bool:
+    def is_given(key: str) -> bool:
         return config.get(key) is not None or (key in NULLABLE_SIZES and key in config)
 
-    return [each for each in keys if not any(map(has, each.split("|")))]
+    return [each for each in keys if not any(map(is_given, each.split("|")))]
 
 
 def name_key(key: str) -> str:
@@ -388,17 +388,19 @@ class ModelShape(msgspec.Struct, frozen=True):
     def expert_parameters(self) -> int:
         """The number of parameters of all routed experts of one MoE layer."""
         biases = (2 * self.expert_width + self.hidden_size) * self.has_sinks_and_biases
-        return self.num_experts * (self.matrices * self.hidden_size * self.expert_width + biases)
+        return self.num_experts * (
+            self.matrices_per_expert * self.hidden_size * self.expert_width + biases
+        )
 
     @property
-    def matrices(self) -> int:
+    def matrices_per_expert(self) -> int:
         """The number of matrices of an expert, and of a dense layer's feed-forward."""
         return 2 + self.has_gated_experts
 
     @property
     def shared_expert_parameters(self) -> int:
         """The number of parameters of all shared experts of one MoE layer."""
-        return self.matrices * self.hidden_size * self.shared_width
+        return self.matrices_per_expert * self.hidden_size * self.shared_width
 
     @property
     def router_parameters(self) -> int:
@@ -413,7 +415,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def mlp_parameters(self) -> int:
         """The number of parameters of one dense layer's feed-forward."""
-        return self.matrices * self.hidden_size * self.mlp_width
+        return self.matrices_per_expert * self.hidden_size * self.mlp_width
 
     @property
     def embedding_parameters(self) -> int:
@@ -431,7 +433,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def active_parameters(self) -> int:
         """The number of parameters that one token uses."""
-        each = self.matrices * self.hidden_size * self.expert_width
+        each = self.matrices_per_expert * self.hidden_size * self.expert_width
         unused = (self.num_experts - self.top_k) * each
         return self.num_parameters - unused * len(self.moe_layers)
 

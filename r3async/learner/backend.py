@@ -182,7 +182,7 @@ class LearnerBackend:
         return self._adapters.gather_served_factors(self.ranks)
 
     def use_start_weights(self) -> AbstractContextManager[None]:
-        """See `LoraAdapters.use_reference_weights`."""
+        """Compute with the start model's weights in a block; see `LoraAdapters.use_reference_weights`."""
         assert self._adapters is not None, "`learner.lora.rank` is 0"
         return self._adapters.use_reference_weights()
 

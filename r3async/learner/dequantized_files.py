@@ -90,9 +90,9 @@ class DequantizedSlice:
         part = [slice(first, max(first, end)) for first, end in bounds]
         if any(bound.start == bound.stop for bound in part):
             return torch.empty([bound.stop - bound.start for bound in part])
-        return self._dequantize(part)
+        return self._dequantize_part(part)
 
-    def _dequantize(self, part: list[slice]) -> Tensor:
+    def _dequantize_part(self, part: list[slice]) -> Tensor:
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class Fp8Slice(DequantizedSlice):
             )
         self.shape = values
 
-    def _dequantize(self, part: list[slice]) -> Tensor:
+    def _dequantize_part(self, part: list[slice]) -> Tensor:
         rows, columns = part[-2:]
         height, width = self._block
         # A part need not begin with a block: ranks divide rows evenly.
@@ -148,7 +148,7 @@ class Mxfp4Slice(DequantizedSlice):
         experts, out, groups, _ = values
         self.shape = (experts, groups * MXFP4_GROUP, out)
 
-    def _dequantize(self, part: list[slice]) -> Tensor:
+    def _dequantize_part(self, part: list[slice]) -> Tensor:
         experts, within, out = part
         table = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
         values = self._values[experts, out]

@@ -171,11 +171,11 @@ class _PassStates(torch.autograd.Function):
         new = new.clone()
         states = new.new_empty(*known.shape[:2], keys.shape[-1], new.shape[-1])
         for here, before in _list_steps(steps):
-            at = _shift(here, steps[0])
+            at = _shift_chunks(here, steps[0])
             state = states[at].flatten(0, 1)
             torch.bmm(keys[before].flatten(0, 1).mT, new[before].flatten(0, 1), out=state)
             if before.start:
-                states[at].addcmul_(states[_shift(before, steps[0])], kept[before])
+                states[at].addcmul_(states[_shift_chunks(before, steps[0])], kept[before])
             new[here].flatten(0, 1).baddbmm_(known[at].flatten(0, 1), state, alpha=-1)
         ctx.save_for_backward(new, known, keys, kept, states)
         ctx.steps = steps
@@ -190,13 +190,13 @@ class _PassStates(torch.autograd.Function):
         by_keys = torch.zeros_like(keys)
         by_kept = torch.zeros_like(kept)
         for here, before in reversed(_list_steps(ctx.steps)):
-            at = _shift(here, first)
+            at = _shift_chunks(here, first)
             by_state = by_states[at].flatten(0, 1)
             by_state.baddbmm_(known[at].flatten(0, 1).mT, by_new[here].flatten(0, 1), alpha=-1)
             torch.bmm(new[before].flatten(0, 1), by_state.mT, out=by_keys[before].flatten(0, 1))
             by_new[before].flatten(0, 1).baddbmm_(keys[before].flatten(0, 1), by_state)
             if before.start:
-                earlier = _shift(before, first)
+                earlier = _shift_chunks(before, first)
                 by_states[earlier].addcmul_(by_states[at], kept[before])
                 products = by_states[at] * states[earlier]
                 by_kept[before] = products.sum((-1, -2), keepdim=True)
@@ -214,6 +214,6 @@ def _list_steps(steps: tuple[int, ...]) -> list[tuple[slice, slice]]:
     return pairs
 
 
-def _shift(chunks: slice, first: int) -> slice:
+def _shift_chunks(chunks: slice, first: int) -> slice:
     """Return where these chunks are among all but the `first` ones."""
     return slice(chunks.start - first, chunks.stop - first)

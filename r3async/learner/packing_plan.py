@@ -117,7 +117,7 @@ def build_cost_model(config: Mapping[str, Any]) -> CostModel:
     else:
         projections = h * (heads * d_qk + s.num_kv_heads * (d_qk + d_v))
     projections += h * heads * d_v
-    moe = s.matrices * h * s.expert_width * s.top_k + s.router_parameters
+    moe = s.matrices_per_expert * h * s.expert_width * s.top_k + s.router_parameters
     weights = (
         len(s.attention_layers) * projections
         + len(s.recurrent_layers) * s.recurrent_parameters

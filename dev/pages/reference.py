@@ -376,13 +376,16 @@ def _say_key(key: str, value: object) -> str:
 
 
 def insert_checks_table(page: str) -> str:
-    """Return docs/operations.md with the table of the checks before a start."""
-    head = ["| check | train | sft | eval | skipped without |", "|---|---|---|---|---|"]
+    """Return docs/operations.md with the table of the checks before a start: those of the same
+    commands with the same needs in one row."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for check in START_CHECKS:
+        needs = ", ".join(NEEDS[need] for need in check.needs)
+        groups.setdefault((", ".join(check.commands), needs), []).append(check.name)
+    head = ["| commands | checks | skipped without |", "|---|---|---|"]
     rows = [
-        f"| {check.name} | "
-        f"{' | '.join('yes' * (name in check.commands) for name in ('train', 'sft', 'eval'))} | "
-        f"{', '.join(NEEDS[need] for need in check.needs)} |"
-        for check in START_CHECKS
+        f"| {commands} | {', '.join(names)} | {needs} |"
+        for (commands, needs), names in groups.items()
     ]
     return _replace_between(page, CHECKS_BEGIN, CHECKS_END, head + rows)
 

@@ -1,8 +1,8 @@
-"""Print the tables of docs/routing-replay.md on what replay is worth to training, from the runs kept in `replay-map.jsonl`.
+"""Print the table of docs/routing-replay.md on what replay is worth to training, from the runs kept in `replay-map.jsonl`.
 
     git checkout ab1215e1 && python -m dev bench replay-map --data docs/figures/replay-map.jsonl   # made the runs
-    python docs/figures/make_replay_map.py                           # writes the tables into the page
-    python docs/figures/make_replay_map.py --check                   # exits 1 if the page has others
+    python docs/figures/make_replay_map.py                           # writes the table into the page
+    python docs/figures/make_replay_map.py --check                   # exits 1 if the page has another
 
 A line of that file is one run: its settings, its seed, and means of ten steps of reward, drift and agreement.
 """
@@ -135,27 +135,6 @@ def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "".join([head, "|---" * len(heads) + "|\n", *rest])
 
 
-def apart(runs: Sequence[Run]) -> str:
-    """Before training: what engine and learner differ by while their weights are equal."""
-    lines = []
-    for row in rows([r for r in runs if r.point.startswith(FIRST)]):
-        mine = [r for r in runs if r.point == row.point]
-        ratios = sorted(
-            fmean(r.served) / fmean(r.replayed) for r in mine if fmean(r.replayed) > 1e-9
-        )
-        ratio = (
-            f"{row.served / row.replayed:.1f} ({ratios[0]:.1f} - {ratios[-1]:.1f})"
-            if ratios
-            else ""
-        )
-        name = row.point.removeprefix(FIRST).replace("noise=0.0 precision=", "").replace("=", " ")
-        lines.append(
-            [name, f"{row.agreement:.3f}", f"{row.served:.2g}", f"{row.replayed:.2g}", ratio]
-        )
-    heads = ("disturbance", "agreement", "KL, own routing", "KL, replayed", "ratio (by seed)")
-    return markdown(heads, lines)
-
-
 def trained(runs: Sequence[Run]) -> str:
     """While it trains: a line for each point that was trained in all modes."""
     by: dict[str, dict[str, Row]] = {}
@@ -178,19 +157,13 @@ def trained(runs: Sequence[Run]) -> str:
     return markdown(HEADS, lines)
 
 
-TABLES = {"apart": apart, "trained": trained}
-
-
 def page(text: str, runs: Sequence[Run]) -> str:
-    """The page with its tables, which stand between `<!-- replay map: NAME -->` and `<!-- end of NAME -->`."""
-    for name, made in TABLES.items():
-        place = re.compile(
-            rf"(<!-- replay map: {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL
-        )
-        table = made(runs)
-        text, count = place.subn(lambda m, table=table: f"{m[1]}{table}{m[2]}", text)
-        if count != 1:
-            raise SystemExit(f"{PAGE} has {count} places for the table {name!r}")
+    """The page with its table, between `<!-- replay map: trained -->` and `<!-- end of trained -->`."""
+    place = re.compile(r"(<!-- replay map: trained -->\n).*?(<!-- end of trained -->)", re.DOTALL)
+    table = trained(runs)
+    text, count = place.subn(lambda m: f"{m[1]}{table}{m[2]}", text)
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} places for the table")
     return text
 
 

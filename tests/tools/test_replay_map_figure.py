@@ -1,4 +1,4 @@
-"""The runs kept with the page on routing replay: its tables are theirs, and they show what it says."""
+"""The runs kept with the page on routing replay: its table is theirs, and they show what it says."""
 
 import importlib.util
 import itertools
@@ -16,7 +16,7 @@ assert spec.loader is not None
 spec.loader.exec_module(script)
 
 
-def test_the_pages_tables_are_made_of_the_runs_kept_beside_it() -> None:
+def test_the_pages_table_is_made_of_the_runs_kept_beside_it() -> None:
     text, runs = script.PAGE.read_text(), script.read(script.DATA)
     assert script.page(text, runs) == text
     changed = text.replace("<!-- end of trained -->", "| another | row |\n<!-- end of trained -->")

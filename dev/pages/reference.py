@@ -263,44 +263,35 @@ METRIC_FAMILIES = {
 
 
 def insert_metrics_table(page: str) -> str:
-    """Return `page` with the tables of metrics between its markers."""
+    """Return `page` with the tables of metrics between its markers. Metrics of a family that have
+    unit, direction and description in common share a row."""
     lines = []
     stages = set(_list_stage_metrics())
     for title, groups in METRIC_FAMILIES.items():
-        found = [
-            m
-            for group in groups.split()
-            for m in METRICS.values()
-            if m.group == group and m.name not in stages
-        ]
+        rows: dict[tuple[str, str], list[str]] = {}
+        for group in groups.split():
+            for metric in METRICS.values():
+                if metric.group == group and metric.name not in stages:
+                    unit = ", ".join(filter(None, (metric.unit, metric.desired)))
+                    rows.setdefault((unit, metric.description), []).append(metric.name)
+        lines += [f"## {title}", "", "| metric | unit, good | meaning |", "|---|---|---|"]
         lines += [
-            f"## {title}",
-            "",
-            "| metric | unit, good | what it is | chart |",
-            "|---|---|---|---|",
+            f"| {_list_names(names)} | {unit} | {_escape_cell(text)} |"
+            for (unit, text), names in rows.items()
         ]
-        lines += [*(_render_metric(metric) for metric in found), ""]
-    lines += [
-        "## Stages of a process",
-        "",
-        "| metric, in s since the step before | what it is the time of |",
-        "|---|---|",
-    ]
-    for who, (of, stages_of_role) in STAGES_BY_ROLE.items():
-        lines.append(f"| **{who}** | {of} |")
+        lines.append("")
+    stage_rows: dict[str, list[str]] = {}
+    for who, (_, stages_of_role) in STAGES_BY_ROLE.items():
         for name, docs in stages_of_role.items():
             kinds = [SINGLE_KIND_STAGES[name]] if name in SINGLE_KIND_STAGES else ["cpu", "wall"]
-            lines.append(
-                f"| {', '.join(f'`{kind}/{who}_{name}_seconds`' for kind in kinds)} | {docs} |"
-            )
+            stage_rows.setdefault(docs, []).extend(f"{kind}/{who}_{name}_seconds" for kind in kinds)
+    lines += ["## Stages of a process", "", "| metric, in s | time spent on |", "|---|---|"]
+    lines += [f"| {_list_names(names)} | {docs} |" for docs, names in stage_rows.items()]
     return _replace_between(page, METRICS_BEGIN, METRICS_END, ["", *lines, ""])
 
 
-def _render_metric(metric: Metric) -> str:
-    text = _escape_cell(metric.description)
-    chart = metric.curve.chart if metric.curve else ""
-    unit = ", ".join(filter(None, (metric.unit, metric.desired)))
-    return f"| `{metric.name}` | {unit} | {text} | {chart} |"
+def _list_names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _list_stage_metrics() -> Iterator[str]:

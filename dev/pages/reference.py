@@ -32,7 +32,7 @@ from r3async.data.engine_models import (
     ENGINE_MODELS,
     find_engine_model,
 )
-from r3async.data.metrics import METRICS, Metric
+from r3async.data.metrics import METRICS
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
 from r3async.data.stage_names import SINGLE_KIND_STAGES, STAGES_BY_ROLE
 from r3async.tools.preflight import NEEDS, START_CHECKS

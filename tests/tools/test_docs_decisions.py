@@ -17,7 +17,9 @@ def read_heading(path):
 def test_the_index_lists_each_record_once_with_its_title():
     rows = re.findall(r"^\* \[(D-\d{3})\]\((\S+)\) (.+)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
     assert len(PATHS) > 30
-    assert sorted(rows) == sorted((number, path.name, title) for path in PATHS for number, title in [read_heading(path)])
+    assert sorted(rows) == sorted(
+        (number, path.name, title) for path in PATHS for number, title in [read_heading(path)]
+    )
 
 
 def test_a_number_is_given_once_and_the_index_says_which_are_taken():

@@ -154,7 +154,7 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Play fixed tasks with a model, and print its mean reward with a confidence interval."""
+    """Evaluate a model on fixed tasks: its mean reward with a confidence interval."""
     if policy not in ("model", "oracle", "random"):
         _exit_with_error(f"--policy {policy!r} must be model, oracle or random", 2)
     from .eval import eval_command
@@ -229,8 +229,8 @@ def keys(
         typer.Option(help="a generator's key; may be repeated", show_default="generator"),
     ] = None,
 ) -> None:
-    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out.
-    Secrets are 0600."""
+    """Make keys for `transport.keys`: only processes that have one can connect. Secrets have
+    mode 0600."""
     from .keys import make_keys
 
     try:

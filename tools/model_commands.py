@@ -115,7 +115,7 @@ def replay(
         ),
     ] = 0,
     steps: Annotated[
-        int | None, typer.Option(help="at most so many steps", show_default="all")
+        int | None, typer.Option(help="maximum number of steps", show_default="all")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="where the start model is now, if it was moved")
@@ -225,13 +225,13 @@ def diagnose(
 def doctor(
     gpu: Annotated[
         bool,
-        typer.Option("--gpu", help="measure what no CPU knows: kernels, memory and speed on a GPU"),
+        typer.Option("--gpu", help="measure kernels, memory and speed on a GPU"),
     ] = False,
     small: Annotated[
-        bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")
+        bool, typer.Option("--small", help="with --gpu: small shapes, which run on a CPU too")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")
+        list[str] | None, typer.Option(help="with --gpu: only parts whose names begin with this")
     ] = None,
     minutes: Annotated[
         float, typer.Option(help="with --gpu: the same command continues with what is left")
@@ -240,8 +240,8 @@ def doctor(
         "gpu-check"
     ),
 ) -> None:
-    """Print versions, what works here, what does not, and the remedy; with --gpu,
-    what a GPU does."""
+    """Check this machine: versions, what works, what does not, and the fix. With --gpu,
+    measure a GPU."""
     if gpu:
         from .gpu_check.command import check_gpu
 
@@ -276,8 +276,8 @@ def scale(
     ] = 900.0,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if
-    it lacks them yet."""
+    """Change the number of generators of a running run. Exit 1 if it refuses, 3 if
+    it does not have them yet."""
     from .inspect.run import InspectError, find_run
     from .scale import parse_generators, scale_run
 

@@ -125,13 +125,11 @@ def find_commit() -> str:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def format_table(
-    heads: Sequence[str], rows: Sequence[Sequence[object]], *, padded: bool = True
-) -> list[str]:
-    """Return the lines of a Markdown table; `padded` for a terminal, with the first column
-    left-aligned and the others right-aligned."""
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table that is aligned for a terminal: the first column left,
+    the others right."""
     texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) if padded else 0 for column in zip(*texts, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
 
     def format_row(row: Sequence[str]) -> str:
         cells = [
@@ -141,7 +139,7 @@ def format_table(
         return f"| {' | '.join(cells)} |"
 
     head, *body = map(format_row, texts)
-    return [head, f"|{'|'.join('-' * (width + 2 if padded else 3) for width in widths)}|", *body]
+    return [head, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *body]
 
 
 def format_value(value: float) -> str:
@@ -157,7 +155,7 @@ def format_figure(figure: MeanFigure | None) -> str:
     return f"{format_value(figure.mean)} [{format_value(figure.low)}, {format_value(figure.high)}]"
 
 
-def report_lines(report: BenchReport, *, padded: bool = True) -> Iterator[str]:
+def report_lines(report: BenchReport) -> Iterator[str]:
     """Yield the lines of a report: its facts, and a table for each stretch of rows
     that share figures."""
     yield "; ".join(
@@ -175,7 +173,7 @@ def report_lines(report: BenchReport, *, padded: bool = True) -> Iterator[str]:
             (row.case, *(format_figure(row.figures.get(name)) for name in names), row.value_count)
             for row in rows
         ]
-        yield from ("", *format_table(("case", *names, "n"), cells, padded=padded))
+        yield from ("", *format_table(("case", *names, "n"), cells))
     yield from ("", *report.problems) if report.problems else ()
 
 

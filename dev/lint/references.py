@@ -34,13 +34,12 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[2]
 PAGES_OF_OTHER_TIMES = (
     "CHANGELOG.md",
-    "docs/decisions/archive/",
     "docs/comparison.md",
     "docs/coming-from.md",
 )
-"""Pages, or folders of pages, whose names are those of another time, or of other projects."""
+"""Pages whose names are those of another time, or of other projects."""
 RECORD = re.compile(r"\bD-(\d{3})\b")
-RECORD_FILE = re.compile(r"docs/decisions/(?:archive/)?D-(\d{3})-[\w-]+\.md")
+RECORD_FILE = re.compile(r"docs/decisions/D-(\d{3})-[\w-]+\.md")
 REFERENCE = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`(?!`)")
 FILE_REFERENCE = re.compile(r"(?<!`)`((?:[\w-]+/)+[\w-]+\.py)`(?!`)")
 IGNORED_LAST_PARTS = {

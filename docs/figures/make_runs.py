@@ -3,7 +3,7 @@
     python docs/figures/make_runs.py NAME.json --commit C --command "r3async train …" RUN...
     python docs/figures/make_runs.py NAME.json --add --commit C --command "…" RUN...      # beside those it has
 
-Standard library only. `python -m dev.bench.page` then brings the figures into the pages.
+Standard library only.
 """
 
 from __future__ import annotations

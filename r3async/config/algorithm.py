@@ -25,8 +25,8 @@ class RolloutKLConfig(Section):
     bounds on the drift."""
 
     estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
-    """Estimator of the KL term in the loss. The drift measured for `target` and `max` is always
-    k3's mean over trained tokens."""
+    """Estimator of the KL term in the loss. The drift for `target` and `max` is always k3's mean
+    over trained tokens."""
     coef: float = 0.01
     """Weight of the rollout-KL term. With `target`, its initial value and its minimum."""
     target: PositiveFloat | None = None
@@ -34,26 +34,26 @@ class RolloutKLConfig(Section):
     coefficient stays constant."""
     limit: PositiveFloat | None = None
     """A step is shortened, to 1/32 at most, if served drift on the probed episodes would exceed
-    this. What is above it even so is published, with the event `drift_beyond_limit`; `max` makes no
+    this. Drift beyond it is still published, with the event `drift_beyond_limit`; `max` makes no
     update. Unset: the `target`, if there is one."""
     max: PositiveFloat | None = None
-    """Measured drift above which a step makes no optimizer update; nor does one whose drift is not
-    finite. Unset: no step is refused."""
+    """Measured drift above which a step makes no optimizer update; neither does one whose drift
+    is not finite. Unset: no step is refused."""
     measure: Literal["served", "replayed"] = "served"
-    """Drift that `target` and `max` refer to. `served`: with the routers' own choice
-    (`rollout_kl/served_k3`). `replayed`: with the routes of the rollout (`rollout_kl/k3`)."""
+    """Drift that `target` and `max` use. `served`: with the routers' own choice
+    (`rollout_kl/served_k3`). `replayed`: with the rollout's routes (`rollout_kl/k3`)."""
     probe_share: UnitFraction = 0.04
     """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it
     is not measured."""
     probe_tokens: int = 640
-    """Minimum number of tokens that are probed in a step, prompts included, but at most a quarter
-    of the step's tokens. Among few tokens, a single one would dominate the mean."""
+    """Minimum number of tokens probed in a step, prompts included, but at most a quarter of its
+    tokens. Among fewer, a single one would dominate the mean."""
     probe_every: PositiveInt = 4
-    """Steps from one such pass to the next; in between, served drift is estimated from the replayed
-    one. With `max` and no `limit` there is a pass in every step."""
+    """Steps between two such passes; in between, served drift is estimated from the replayed one.
+    With `max` and no `limit` there is one every step."""
     token_limit: PositiveFloat = 100.0
-    """Maximum that one token's k3 contributes to the measured drift. As the `estimator`, k3
-    continues as a straight line from there."""
+    """Maximum that one token's k3 adds to the measured drift; as `estimator`, k3 continues as a
+    straight line from there."""
     coef_max: PositiveFloat = 1.0
     """Maximum of the adapted coefficient."""
     gain: PositiveFloat = 0.2
@@ -105,8 +105,8 @@ class ReferenceKLConfig(Section):
     coef: float = 0.0
     """Weight of KL(learner || frozen reference model). 0: that model is not loaded."""
     weighted: bool = True
-    """Weight each token's term by learner / rollout, which is right for tokens that older weights
-    sampled (DeepSeek-V3.2). Off is GRPO's term."""
+    """Weight each token's term by learner / rollout, as is right for tokens that older weights
+    sampled (DeepSeek-V3.2). Off: GRPO's term."""
     weight_cap: PositiveFloat = 5.0
     """Truncation of these weights."""
 
@@ -245,8 +245,8 @@ class OverlongPenaltyConfig(Section):
     """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13)."""
 
     buffer: int = 0
-    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to
-    `factor`. 0: no penalty."""
+    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`. 0:
+    none."""
     factor: PositiveFloat = 1.0
 
 
@@ -282,18 +282,17 @@ class AlgorithmConfig(Section):
     """Advantage estimator; docs/algorithms.md has the formulas."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
-    compared with the same turn of its group; only where every turn is rewarded for its own answer.
+    compared with the same turn of its group, if every turn is rewarded for its own answer.
     `token`: the same for the reward from a token to the episode's end."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation, with `advantage = "grpo"`. Off gives
-    Dr.GRPO's advantage."""
+    """Divide by the group's standard deviation, with `advantage = "grpo"`. Off: Dr.GRPO's
+    advantage."""
     filter_zero_variance: bool = False
     """Leave groups out of training whose episodes all have the same score, without
-    `overlong_penalty`: answers that differ by their lengths alone are equal.
-    `schedule.replaced_groups` takes others in their place."""
+    `overlong_penalty`. `schedule.replaced_groups` takes others in their place."""
     overlong_filter: bool = False
-    """Leave episodes out of training that ended because an answer, or the context, became too long.
-    Their scores still count in their group."""
+    """Leave episodes out of training whose answer or context became too long. Their scores still
+    count in the group."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
     reduction: Literal[
         "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"
@@ -303,8 +302,8 @@ class AlgorithmConfig(Section):
     """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`,
     `dppo`, `decoupled_ppo`, or your own as `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`: the
-    learner's before the step's first update (one more forward pass)."""
+    """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
+    the learner's before the step's first update (one more forward pass)."""
     truncated_pg: TruncatedPGConfig = msgspec.field(default_factory=TruncatedPGConfig)
     ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
     tis: TISConfig = msgspec.field(default_factory=TISConfig)

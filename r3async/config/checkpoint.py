@@ -10,23 +10,21 @@ class CheckpointConfig(Section):
     every_steps: int = 100
     """Steps between two checkpoints. 0: none by steps."""
     every_minutes: float = 30.0
-    """Minutes after which a step is followed by a checkpoint in any case. 0: none by time. With
-    both 0 there is one only at a stop."""
+    """Minutes after which a step is followed by a checkpoint anyway. 0: none by time. With both 0
+    there is one only at a stop."""
     keep_last: PositiveInt = 3
-    """Number of newest checkpoints that are kept; the newest intact one is always kept."""
+    """Number of newest checkpoints to keep; the newest intact one is always kept."""
     keep_every: int = 0
-    """Interval in steps: checkpoints of steps that are multiples of it are kept
-    for good. 0: none."""
+    """Checkpoints of steps that are multiples of this are kept for good. 0: none."""
     keep_best: str = ""
-    """Evaluation metric by which the best checkpoint is kept for good: `reward_mean`,
-    `pass@K`, or that of a set, as `greedy/reward_mean`. Each evaluated step then has a
-    checkpoint. Empty: none."""
+    """Evaluation metric whose best checkpoint is kept for good: `reward_mean`, `pass@K`, or a
+    set's, as `greedy/reward_mean`. Each evaluated step then has a checkpoint. Empty: none."""
     asynchronous: bool = True
-    """Write checkpoints beside the next steps, from a copy in host memory (12 bytes a parameter
+    """Write checkpoints during the next steps, from a copy in host memory (12 bytes a parameter
     over all ranks)."""
     write_timeout: PositiveFloat | None = None
-    """Seconds that writing a checkpoint may take. Default: 1800, plus 1 for each 200 MB of it (12
-    bytes a parameter). `--dry-run` shows it."""
+    """Seconds that writing a checkpoint may take. Default: 1800, plus 1 for each 200 MB (12 bytes
+    a parameter)."""
     directory: str = ""
     """Directory of the checkpoints. Default: `checkpoints` in the run's directory."""
 

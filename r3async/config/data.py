@@ -29,23 +29,22 @@ class DataConfig(Section):
 
     path: str = ""
     """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files or of
-    `datasets.save_to_disk`, or the id of a dataset on the Hugging Face hub. A relative path starts
-    where the run was started; in a TOML file, at that file. From Python also rows: a list of dicts,
-    or a `datasets.Dataset`."""
+    `datasets.save_to_disk`, or a dataset id on the Hugging Face hub. Relative paths start where
+    the run was started; in a TOML file, at that file. From Python also a list of dicts or a
+    `datasets.Dataset`."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
-    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose
-    names have it as a word (`gsm8k_train.jsonl`). Where no name has the word of any split,
-    `train` is all files."""
+    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose names
+    have it as a word (`gsm8k_train.jsonl`); if no name has the word of any split, `train` is all
+    files."""
     prompt: PromptTemplate = "prompt"
-    """Column with a text or chat messages; or a template over columns, such as `"{question}"`, with
-    dotted names for nested columns; or messages of such templates:
-    `[{ role = "user", content = "{question}" }]`."""
+    """Column with a text or chat messages; or a template over columns, such as `"{question}"`,
+    with dotted names for nested ones; or messages of such templates: `[{ role = "user", content =
+    "{question}" }]`."""
     answer: str = ""
-    """Column, or dotted name such as `extra_info.answer`. Empty: the first of
-    `reward_model.ground_truth` (rows of verl), `answer`, `solution` and
-    `ground_truth` that a row has."""
+    """Column, or dotted name such as `extra_info.answer`. Empty: the first that a row has of
+    `reward_model.ground_truth` (verl), `answer`, `solution` and `ground_truth`."""
     system: str = ""
     """System message before every prompt."""
     reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
@@ -53,15 +52,14 @@ class DataConfig(Section):
     or `file.py:function`; or a list of these or of tables `{ fn, weight, name }`, whose weighted
     sum is the reward."""
     eval: str | float = 0.0
-    """Rows that are evaluated and never trained: a share below 1, a number of rows, a file, or
-    another split of a directory or of the hub. 0: none."""
+    """Rows that are evaluated and held out from training: a share below 1, a number of rows, a
+    file, or another split of a directory or of the hub. 0: none."""
     limit: int = 0
-    """Number of rows that are used, from the first on. 0: all."""
+    """Number of rows to use, from the first. 0: all."""
     part: Literal["train", "eval"] = "train"
-    """Rows that this environment poses, the trained or the evaluated ones; set by evaluations."""
+    """Rows that this environment uses, the trained or the evaluated ones; set by evaluations."""
     digest: str = ""
-    """Digest of the rows. It is recorded when a run starts, and compared when it resumes
-    and on every host."""
+    """Digest of the rows, recorded at the start, and compared on resume and on every host."""
 
     def check_values(self) -> None:
         if isinstance(self.eval, float | int) and self.eval >= 1 and self.eval != int(self.eval):

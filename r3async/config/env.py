@@ -27,14 +27,13 @@ class EnvConfig(Section):
     """Processes in each generator that play blocking environments (plain `def reset`
     and `def step`)."""
     step_timeout: PositiveFloat = 30.0
-    """Seconds that one call of a blocking environment may take; then its process is
-    killed and replaced."""
+    """Seconds that one call of a blocking environment may take before its process is killed and
+    replaced."""
     start_timeout: PositiveFloat = 120.0
     """Seconds that such a process may take to start and to import the environment."""
     variables: list[str] = msgspec.field(default_factory=list)
-    """Environment variables of the generator that are passed to these processes and to the
-    programs of `agent-command`, besides a few that every program needs (PATH, HOME, LANG,
-    TMPDIR, PYTHON…)."""
+    """Environment variables of the generator that these processes and the programs of
+    `agent-command` get, besides the usual ones (PATH, HOME, LANG, TMPDIR, PYTHON…)."""
 
     def check_values(self) -> None:
         self.args = _hide_secrets(self.name, self.args)

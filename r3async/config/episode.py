@@ -17,43 +17,42 @@ class EpisodeConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens sampled in one turn; fewer when little context is left."""
     max_prompt_tokens: PositiveInt = 3840
-    """Maximum number of tokens of a turn's prompt, with the history in it. A longer first prompt is
-    an error; a longer later one ends the episode."""
+    """Maximum number of tokens of a turn's prompt, including the history. A longer first prompt
+    is an error; a longer later one ends the episode."""
     max_total_tokens: PositiveInt = 4096
-    """Maximum number of tokens of any turn's prompt and its answer together, and so of a sample."""
+    """Maximum number of tokens of a turn's prompt and answer together, and so of a sample."""
     rows: RowsMode = "auto"
-    """Division of an episode into samples. `auto`: turns form one sample as long as each prompt
-    extends what the model has seen; otherwise a new one begins. `merged`: a prompt that does not
-    extend it is an error. `stepwise`: one sample a turn."""
+    """How an episode becomes samples. `auto`: one sample while each prompt extends what the model
+    has seen; otherwise a new one. `merged`: a prompt that does not extend it is an error.
+    `stepwise`: one sample a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further variables of the chat template, for example `{ enable_thinking = false }`."""
+    """Extra variables for the chat template, such as `{ enable_thinking = false }`."""
     temperature: float = 1.0
-    """Sampling temperature. Log-probs and the learner's loss are of the distribution after it."""
+    """Sampling temperature. Log-probs and the loss refer to the distribution after it."""
     top_p: Annotated[float, NumberRange(0, 1, excludes_low=True)] = 1.0
-    """Sample among the most probable tokens that together have this probability. 1: among all."""
+    """Sample from the most probable tokens with this total probability. 1: from all."""
     top_k: int = 0
-    """Sample among this many most probable tokens. 0: among all."""
+    """Sample from this many most probable tokens. 0: from all."""
     min_p: UnitFraction = 0.0
-    """Sample among tokens that have at least this share of the probability of the most probable
-    one. 0: among all."""
+    """Sample from tokens with at least this share of the top token's probability. 0: from all."""
     keep_sampling_mask: bool = True
-    """Record which tokens could be sampled with `top_p`, `top_k` or `min_p`, and normalise the
-    learner's log-probs over the same ones. Off: every importance ratio is too low, which the trust
-    region takes for drift."""
+    """Record which tokens `top_p`, `top_k` or `min_p` allowed, and normalize the learner's
+    log-probs over the same ones. Off: every importance ratio is too low, which the trust region
+    takes for drift."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """Strings that end an answer. They stay in it and are trained, since they were sampled. What
-    the chat template adds to close the turn is not trained."""
+    """Strings that end an answer. They are kept and trained; what the chat template adds to close
+    the turn is not."""
     ignore_eos: bool = False
-    """Continue sampling where the model ends its turn, until `max_new_tokens` or a `stop`."""
+    """Sample past the end of the turn, until `max_new_tokens` or a `stop`."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one episode may take. Then its turns that have a reward are trained; without any
-    it is tried again."""
+    """Seconds that an episode may take. Then its rewarded turns are trained; without any it is
+    tried again."""
     retries: int = 2
-    """Times an episode is tried again after the environment failed; not again if your code raised
-    twice at one place, unless a connection or a time-out caused it."""
+    """Times an episode is tried again after the environment failed. Code that raises twice at one
+    place is not retried, unless a connection or a time-out caused it."""
     engine_retries: int = 2
-    """Times in an episode that a call is repeated after the engine failed. The turns before it are
-    kept; an episode that needs more has failed."""
+    """Times in an episode that a call is repeated after the engine failed; earlier turns are
+    kept."""
 
     @property
     def truncates_sampling(self) -> bool:

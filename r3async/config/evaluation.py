@@ -49,7 +49,7 @@ class EvaluationConfig(Section):
     at_start: bool = False
     """Evaluate before the first step too."""
     tasks: PositiveInt = 32
-    """Number of tasks, or all of the environment's if it has fewer. Each is played
+    """Number of tasks, or all of the environment's if it has fewer; each is done
     `samples_per_task` times."""
     samples_per_task: PositiveInt = 1
     """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for

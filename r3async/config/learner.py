@@ -11,16 +11,15 @@ from r3async.config.section import NumberRange, PositiveFloat, PositiveInt, Sect
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
-    """Routes of the learner's forward passes. `rollout`: the experts that the engine chose (R3).
-    `learner`: those that the learner chose in a pass before the step (R2). `off`: every pass
-    computes its own."""
+    """Routes of the learner's forward passes. `rollout`: the engine's experts (R3). `learner`:
+    the learner's own in a pass before the step (R2). `off`: each pass computes its own."""
     min_recorded_fraction: UnitFraction = 0.9
-    """Minimum share of trained tokens' inputs with recorded routes: a step below it stops the run.
-    Used with replay."""
+    """Minimum share of trained tokens' inputs with recorded routes; a step below it stops the
+    run. Used with replay."""
     trace: Literal["off", "sample", "all"] = "sample"
     """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
     `trace_every`-th step. `all`: every one, for `r3async inspect verify` and whole groups in the
-    report. A sampled token takes 41 bytes, and 3 ids for each MoE layer and expert."""
+    report. A token takes 41 bytes, and 3 ids for each MoE layer and expert."""
     trace_every: PositiveInt = 10
 
 
@@ -29,18 +28,18 @@ class ParallelConfig(Section):
     `dp * cp * tp * pp` of them."""
 
     dp: PositiveInt = 1
-    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With
-    `backend = "torch"` the weights are sharded among them (FSDP2)."""
+    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend
+    = "torch"` they shard the weights (FSDP2)."""
     tp: PositiveInt = 1
     """Tensor parallel, always with sequence parallelism."""
     pp: PositiveInt = 1
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
-    """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts
-    are divided among. Tokens travel to their experts, by all-to-all."""
+    """Expert parallel: number of the `dp * cp * tp` ranks of a stage that the experts are divided
+    among."""
     cp: PositiveInt = 1
     """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during
-    attention (Ulysses). For long samples: each has `1 / cp` of the activations."""
+    attention (Ulysses). Each has `1 / cp` of the activations."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages: not supported."""
 
@@ -81,18 +80,16 @@ class LoraConfig(Section):
     matrix `W`, and only `A` and `B` are trained."""
 
     rank: int = 0
-    """Rank of the adapters: columns of `B` and rows of `A`. 0: no adapters; all
-    weights are trained."""
+    """Rank of the adapters. 0: none; all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters: their output is multiplied by `alpha / rank`."""
+    """The adapters' output is multiplied by `alpha / rank`."""
     targets: list[str] = msgspec.field(default_factory=lambda: [ALL_LINEAR])
     """Matrices that get adapters, by a part of their names: `q_proj`, `self_attn`, `experts`,
-    `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router
-    (`mlp.gate`) is targeted only by name; embeddings and the output layer cannot be."""
+    `layers.3.mlp`. `all-linear`: all but routers (targeted only by name, `mlp.gate`), embeddings
+    and the output layer (never)."""
     deliver: Literal["merged", "adapter"] = "merged"
-    """What a version for the engines has. `merged`: all weights, with the adapters added to them.
-    `adapter`: `A` and `B` alone, for attention and dense layers only; engines load them between
-    two steps, and requests keep the version that they began with."""
+    """What engines get. `merged`: all weights, adapters included. `adapter`: `A` and `B` alone,
+    for attention and dense layers only; requests keep the version that they began with."""
 
     @property
     def delivers_adapters(self) -> bool:
@@ -134,8 +131,8 @@ def matches_target(target: str, name: str, *, router: bool) -> bool:
 
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
-    """Training backend. `megatron`: megatron-core, for most models of docs/models.md. `torch`:
-    these and other models of transformers, with FSDP2. `scripted`: no model, for tests."""
+    """Training backend. `megatron`: megatron-core, for most of docs/models.md. `torch`: these and
+    other transformers models, with FSDP2. `scripted`: no model, for tests."""
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are recomputed in the backward pass. `selective`: those of MoE layers.
@@ -145,9 +142,8 @@ class LearnerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up: none, linear, or half a cosine, down to
-    `min_lr_ratio * lr` at the run's last update. It counts updates that were made, so
-    skipped ones delay it."""
+    """Decay of the learning rate after the warm-up, down to `min_lr_ratio * lr` at the run's last
+    update. Only updates that were made count."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly; the last of them uses `lr` itself."""
     min_lr_ratio: UnitFraction = 0.0
@@ -163,30 +159,28 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of tokens in one forward pass; tokens of a shared prefix count once."""
     share_prefixes: bool = True
-    """Feed what samples have in common, such as a group's prompt, through the forward pass once.
-    The gradient is the same."""
+    """Compute what samples have in common, such as a group's prompt, once. The gradient is the
+    same."""
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
-    """Leave the routers' weights as they are in the start model."""
+    """Do not train the routers."""
     expert_bias_rate: UnitFraction = 0.0
-    """Step of the expert bias of models that have one (DeepSeek-V3, GLM-4.5): after each update the
-    bias of experts with fewer tokens than the layer's mean rises by this, and that of the others
-    falls (arXiv 2408.15664). 0: it stays."""
+    """Step of the expert bias of models that have one (DeepSeek-V3, GLM-4.5): after each update
+    it rises by this for experts with fewer tokens than the layer's mean, and falls for the others
+    (arXiv 2408.15664). 0: it stays."""
     offload_moments: bool = False
     """Keep Adam's moments (8 bytes a parameter) in host memory between updates. Updates are the
-    same; each takes longer by moving 16 bytes a parameter."""
+    same, but move 16 bytes a parameter."""
     shard_optimizer: bool = False
-    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32)
-    among the ranks that hold copies of a parameter (ZeRO stage 1). With `backend = "torch"`
-    FSDP2 always does."""
+    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among
+    ranks with copies of a parameter (ZeRO stage 1). FSDP2 (`backend = "torch"`) always does."""
     shard_gradients: bool = False
-    """Divide the sums of gradients (4 bytes a parameter) too, with `shard_optimizer` (ZeRO stage
-    2): each micro-batch's gradient is summed over the ranks at once. The last bits of a step with
-    several micro-batches differ."""
+    """With `shard_optimizer`, divide the sums of gradients (4 bytes a parameter) too (ZeRO stage
+    2). The last bits of a step with several micro-batches differ."""
     deterministic: bool = False
     """Use only kernels that give the same bits at every call, so that a resumed run on GPUs
     repeats its steps exactly; slower. docs/scaling.md#the-same-bits-again has the limits. CPUs
-    do so without it."""
+    always do so."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: PositiveFloat = 600.0

@@ -17,8 +17,7 @@ class InitConfig(Section):
     `model.path` is not given."""
 
     seed: Seed = 0
-    """Seed of the random weights and the warm-up, apart from the run's `seed`, so that runs with
-    other seeds begin with the same model."""
+    """Seed of the random weights and the warm-up, separate from the run's `seed`."""
     hidden_size: PositiveInt = 128
     layers: PositiveInt = 4
     heads: PositiveInt = 4

@@ -13,14 +13,14 @@ SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 class ObserveConfig(Section):
     timeline: bool = True
-    """Record which process did what at which time in `timeline.jsonl`; the report draws it."""
+    """Record in `timeline.jsonl` which process did what when; the report draws it."""
     record: Literal["off", "full"] = "off"
-    """Recording for `r3async replay`. `full`: keep what the learner trains on in `recording/`, with
-    digests of every stage. It takes the trajectories' size on disk, and one pass over gradients,
+    """`full`: keep what the learner trains on in `recording/`, with digests of every stage, for
+    `r3async replay`. It takes the trajectories' size on disk, and one pass over gradients,
     weights and moments a step."""
     prometheus_port: Port | None = None
-    """First port for Prometheus (docs/observing.md#prometheus-and-grafana): every process serves
-    `/metrics` on the first free one from this on. 0: any free port. Unset: nothing is served."""
+    """First port for Prometheus (docs/observing.md#prometheus-and-grafana): each process serves
+    `/metrics` on the first free one from this on. 0: any free port. Unset: none."""
     prometheus_host: str = "127.0.0.1"
     """Interface that `/metrics` binds to. Loopback unless set."""
 
@@ -31,12 +31,10 @@ class LogConfig(Section):
     docs/observing.md. Needs `pip install "r3async[sinks]"`. W&B is offline without a key or
     WANDB_MODE; MLflow writes to the run's directory without MLFLOW_TRACKING_URI."""
     metrics: Literal["main", "all"] = "main"
-    """Metrics that are sent. `main`: the forty or so that reports and `tail` show, with
-    rewards and evaluations. `all`: also where the time of every process goes. `metrics.jsonl`
-    has all of them."""
+    """Metrics that are sent. `main`: the forty or so that reports and `tail` show, rewards and
+    evaluations. `all`: also where each process's time goes."""
     project: str = "r3async"
-    """Project (W&B, trackio) or experiment (MLflow) of the run; in it, the run has the name
-    of its directory."""
+    """Project (W&B, trackio) or experiment (MLflow); the run is named like its directory."""
 
     def check_values(self) -> None:
         if len(set(self.to)) < len(self.to):

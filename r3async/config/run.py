@@ -45,10 +45,10 @@ class Config(Section):
     seed: Seed = 0
     """Seed of the order of tasks, of sampling, and of new adapters."""
     steps: PositiveInt = 100
-    """Steps of training. A run that has made them is finished; raise it to train further."""
+    """Steps of training. Raise it to continue a finished run."""
     resume: str = "auto"
-    """Checkpoint to start from. `auto`: the newest intact one of this run, if there is one. `none`:
-    start at step 0. Otherwise the path of a checkpoint, or of a run."""
+    """Checkpoint to start from. `auto`: this run's newest intact one, if any. `none`: start at
+    step 0. Otherwise the path of a checkpoint, or of a run."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)

@@ -14,21 +14,20 @@ class DifficultyConfig(Section):
     have. Off by default."""
 
     groups: PositiveInt = 3
-    """Number of a task's most recent groups whose mean rewards decide how difficult it is."""
+    """Number of a task's latest groups whose mean rewards decide its difficulty."""
     settled_share: UnitFraction = 1.0
-    """Difficulty filter: share of its turns in which a settled task is posed; in the others
-    another task takes its place. A task is settled if its last `groups` groups all had `easy`
-    or more, or all `hard` or less. 1: no filter. 0.1 still notices a task that the model has
-    learnt or forgotten."""
+    """Difficulty filter: share of its turns in which a settled task is used; otherwise another
+    takes its place. A task is settled if its last `groups` groups all had `easy` or more, or all
+    `hard` or less. 1: no filter. 0.1 still notices a task that was learned or forgotten."""
     easy: SignedFloat = 1.0
     """Mean reward of a group at or above which it is too easy."""
     hard: SignedFloat = 0.0
     """Mean reward of a group at or below which it is too hard."""
     target: SignedFloat | None = None
-    """Curriculum: among `among` tasks, the next one and others at random, pose the one whose last
-    groups' mean reward is nearest to this. Unset: tasks are posed in turn."""
+    """Curriculum: among `among` tasks, the next one and random others, use the one whose latest
+    mean reward is nearest to this. Unset: tasks are used in turn."""
     among: PositiveInt = 4
-    """Number of tasks that the curriculum chooses among."""
+    """Number of tasks that the curriculum chooses from."""
 
     @property
     def is_active(self) -> bool:
@@ -42,44 +41,41 @@ class DifficultyConfig(Section):
 
 class ScheduleConfig(Section):
     max_staleness: int = 1
-    """Versions that the oldest trained token may lag behind, with `window = 1`. 0 is exactly
-    on-policy (synchronous) training, whatever the window."""
+    """Versions that the oldest trained token may lag behind, with `window = 1`. 0: exactly
+    on-policy (synchronous), whatever the window."""
     window: PositiveInt = 1
-    """Number of the oldest untrained groups that a step may choose from. 1: strictly in the order
-    of their leases. Larger: up to `window - 1` younger groups may overtake a late one, and a token
-    may be `max_staleness + ceil((window
-    - 1) / (prompts_per_step * steps_per_publication))` versions old."""
+    """Number of the oldest untrained groups that a step may choose from. 1: lease order. Larger:
+    up to `window - 1` younger groups may overtake a late one, and tokens may be `max_staleness +
+    ceil((window - 1) / (prompts_per_step * steps_per_publication))` versions old."""
     max_token_age: int | None = None
-    """Maximum age of a token in versions: older tokens are left out of the policy loss, but not of
-    the KL terms. Unset: no token is left out."""
+    """Age in versions above which a token is left out of the policy loss, but not of the KL
+    terms. Unset: none is."""
     split: Literal["idle", "capacity"] = "idle"
-    """Condition for playing one group on several generators. `idle`: when fewer groups can be
-    leased than generators are idle, or when a group is larger than what one may play at once.
-    `capacity`: also whenever a generator has capacity for a part."""
+    """When one group runs on several generators. `idle`: when fewer groups can be leased than
+    generators are idle, or a group is larger than what one may run at once. `capacity`: also
+    whenever a generator has capacity for a part."""
     pace_seconds: PositiveFloat = 60.0
-    """Seconds that learner or generators wait for the other side before an event names
-    the slower side."""
+    """Seconds that one side waits for the other before an event names the slower side."""
     prompts_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, the minimum."""
     tokens_per_step: int = 0
-    """Minimum number of trainable tokens of a step. If not 0, a step takes further groups until it
-    has that many, or all that may be in flight."""
+    """Minimum number of trainable tokens a step: it takes more groups until it has them, or all
+    that may be in flight. 0: off."""
     replaced_groups: int = 0
-    """Dynamic sampling: maximum number of groups that a step takes in place of those whose episodes
-    all have the same score, without `algorithm.overlong_penalty`. Set
-    `algorithm.filter_zero_variance` too, which keeps the replaced ones from training."""
+    """Dynamic sampling: maximum number of groups that a step takes in place of those whose
+    episodes all have the same score, without `algorithm.overlong_penalty`. Set
+    `algorithm.filter_zero_variance` too, which keeps the replaced ones out of training."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     group_size: PositiveInt = 8
-    """Episodes of one prompt, whose rewards are compared."""
+    """Episodes per prompt, whose rewards are compared."""
     minibatches_per_step: PositiveInt = 1
-    """Parts into which a step's groups are divided, each trained with its own optimizer update. At
-    most `prompts_per_step`: a group is never divided."""
+    """Parts into which a step's groups are divided, each with its own optimizer update; at most
+    `prompts_per_step`."""
     epochs_per_step: PositiveInt = 1
-    """Times that a step goes through its minibatches, with an update for each. Staleness stays the
+    """Passes of a step through its minibatches, with an update for each. Staleness stays the
     same; drift is measured before each update."""
     steps_per_publication: PositiveInt = 1
-    """Steps between two versions of the weights that engines are given. Staleness
-    counts versions."""
+    """Steps between two versions of the weights that engines get. Staleness counts versions."""
 
     @property
     def updates_per_step(self) -> int:

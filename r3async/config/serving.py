@@ -55,28 +55,27 @@ class ServingConfig(Section):
     port: Port = 0
     """Port of the endpoint. 0: a free one. A fixed number allows only one generator a host."""
     token: Secret = msgspec.field(default_factory=Secret)
-    """Token for opening sessions. Empty: a random one for each generator. `$NAME`: the value of a
-    variable of the generator. It is written to no file, so give it to a resumed run again, unless
-    it is a `$NAME`."""
+    """Token for opening sessions. Empty: a random one for each generator. `$NAME`: a variable of
+    the generator. It is written to no file, so give it again when you resume, unless it is a
+    `$NAME`."""
     model_name: str = "policy"
     """Name of the model in `/v1/models`. Requests may name any."""
     tool_parser: str = "auto"
-    """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's own, for
-    the form of Hermes and Qwen. Otherwise vLLM's parser of that name, such as `llama3_json`."""
+    """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's, for
+    the form of Hermes and Qwen. Otherwise vLLM's of that name, such as `llama3_json`."""
     max_body_bytes: PositiveInt = 4 * 2**20
     """Maximum size of one request in bytes."""
     max_messages: PositiveInt = 1024
     """Maximum number of messages, and of tools, in one request."""
     max_connections: PositiveInt = 512
-    """Maximum number of connections to one generator's endpoint. A further one replaces the oldest
-    that has shown no key; if all have, it is closed."""
+    """Maximum number of connections to one endpoint. A further one replaces the oldest that has
+    shown no key; if all have, it is closed."""
     read_timeout: PositiveFloat = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64
-    """Maximum number of sessions open at once for agents that others start."""
+    """Maximum number of open sessions for agents that others start."""
     unrewarded: SignedFloat | None = None
-    """Reward of an episode whose agent gave none. Unset: such an episode is an error,
-    and is tried again."""
+    """Reward of an episode whose agent gave none. Unset: it is an error, and tried again."""
 
     def check_values(self) -> None:
         if isinstance(self.token, str):

@@ -9,40 +9,40 @@ from r3async.config.section import ByteCount, PositiveFloat, PositiveInt, Sectio
 
 class TransportConfig(Section):
     host: str = ""
-    """Interface that the learner's sockets bind to. Empty: loopback if all processes of the run are
-    placed on one host, else the address by which Ray knows the learner's host, or that of
+    """Interface that the learner's sockets bind to. Empty: loopback if the whole run is on one
+    host, else the address by which Ray knows the learner's host, or that of
     `cluster.interface`."""
     credit_bytes: ByteCount = 256 * 2**20
     """Bytes of trajectories that may wait at the learner, beyond those of the next step; others
-    wait at their generators. Up to half as many may be in flight besides."""
+    wait at their generators. Half as many may be in flight besides."""
     ack_timeout: PositiveFloat = 5.0
     """Seconds without an acknowledgement after which a sender connects again and resends."""
     max_message_bytes: ByteCount = 64 * 2**20
     """Size of the largest trajectory, in memory."""
     routes: Literal["plain", "bits"] = "bits"
-    """Encoding of recorded routes. `plain`: one byte an expert, two beyond 256 experts. `bits`: as
-    many bits as an id has (7/8 of the bytes with 128 experts), in less time than that saves."""
+    """Encoding of recorded routes. `plain`: one byte an expert, two beyond 256 experts. `bits`:
+    as many bits as an id has (7/8 of the bytes with 128 experts)."""
     keys: str = ""
     """Directory made by `r3async keys`: only peers with a key in it are let in. Empty: each start
-    of the run makes new keys. Connections are encrypted in both cases."""
+    makes new keys. Connections are encrypted in both cases."""
     trusted_network: bool = False
-    """Trust everything that reaches `host`: `weights.backend = "nccl"`, which has no keys, may
-    then send over it."""
+    """Trust everything that reaches `host`, so that `weights.backend = "nccl"`, which has no
+    keys, may send over it."""
 
 
 class BufferConfig(Section):
     durability: Literal["memory", "disk"] = "memory"
-    """Durability of accepted trajectories. `disk`: they stay in the run's spool until a checkpoint
-    that trained them, and survive the loss of any process. `memory`: they are lost with the
-    learner, and played again."""
+    """`disk`: accepted trajectories stay in the run's spool until a checkpoint that trained them,
+    and survive the loss of any process. `memory`: they are lost with the learner, and generated
+    again."""
     memory_bytes: ByteCount = 128 * 2**20
-    """With `disk`, bytes of trajectories that are also kept in memory. Has an effect below
+    """With `disk`, bytes of trajectories that are also kept in memory; effective below
     `transport.credit_bytes`."""
     disk_bytes: ByteCount = 8 * 2**30
-    """Size of the spool, with `disk`, at which generators wait. The groups that the next step
-    needs still pass."""
+    """Size of the spool, with `disk`, at which generators wait, except for groups that the next
+    step needs."""
     fsync: bool = False
-    """Survive power loss too, with `disk`. Each acknowledgement then waits for the device."""
+    """With `disk`, survive power loss too: each acknowledgement waits for the device."""
     quarantine_bytes: PositiveInt = 64 * 2**20
-    """Size of the run's `quarantine/`, which has accepted trajectories that cannot be trained. The
-    oldest are dropped first."""
+    """Size of `quarantine/`, for accepted trajectories that cannot be trained. The oldest are
+    dropped first."""

@@ -30,32 +30,30 @@ def resolve_timeout(
 
 class WeightsConfig(Section):
     backend: Literal["auto", "shared_memory", "tcp", "nccl"] = "auto"
-    """Transfer of weights to the engines. `shared_memory`: a file that engines on the
-    learner's host map. `tcp`: to one such file on each other host, as changes or whole.
-    `auto`: `tcp` if there are several hosts. `nccl`: between GPUs; needs CUDA on both sides,
-    and has not yet run on GPUs."""
+    """Transfer of weights to the engines. `shared_memory`: a file mapped by engines on the
+    learner's host. `tcp`: to one such file on each other host, as changes or whole. `auto`: `tcp`
+    if there are several hosts. `nccl`: between GPUs; it has not run on GPUs yet."""
     relay: bool = True
-    """With `tcp`, let hosts of generators pass weights on to others, so that the learner sends a
-    version twice however many hosts there are. They listen on a free port, with the run's keys; one
-    that others cannot reach is left out."""
+    """With `tcp`, let generators' hosts pass weights on, so that the learner sends a version only
+    twice. They listen on a free port, with the run's keys; one that others cannot reach is left
+    out."""
     bucket_bytes: ByteCount = 64 * 2**20
     """Size of the pieces in which weights are converted and sent."""
     install_timeout: PositiveFloat | None = None
-    """Seconds that an engine may take to get and install a version; then it is restarted. Default:
-    120, plus 1 for each 500 MB of a version, or for each 200 MB at an engine's first one.
-    `--dry-run` shows it."""
+    """Seconds that an engine may take to get and install a version before it is restarted.
+    Default: 120, plus 1 for each 500 MB, or for each 200 MB the first time."""
     write_timeout: PositiveFloat | None = None
-    """Seconds that writing one version may take; the step after the next waits for it. Default:
-    600, plus 1 for each 200 MB. `--dry-run` shows it."""
+    """Seconds that writing a version may take; the step after the next waits for it. Default:
+    600, plus 1 for each 200 MB."""
     probe: bool = True
-    """Compare log-probs of learner and engine, of a fixed text and of tokens sampled after it. A
-    mismatch stops the run and names the tensor. Done at the first delivery, every `probe_every`
-    versions, and after a restart of a generator."""
+    """Compare log-probs of learner and engine, on a fixed text and on tokens sampled after it: at
+    the first delivery, every `probe_every` versions, and after a generator's restart. A mismatch
+    stops the run and names the tensor."""
     probe_every: PositiveInt = 10
     """Versions between two probes of a generator."""
     probe_tolerance: float | None = None
     """Mean |difference| in nats that the probe accepts. Default: 0.15; if engine and learner are
-    both float32, 1e-3, or 0.019 for an engine on GPUs, whose kernel of experts rounds."""
+    both float32, 1e-3, or 0.019 for an engine on GPUs."""
     directory: str = ""
     """Directory of published weights. Default: shared memory (`/dev/shm`), or the temporary
     directory where there is none."""

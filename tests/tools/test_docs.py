@@ -29,9 +29,7 @@ from r3async.tools.presets import list_preset_paths
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DECISIONS = ROOT / "docs" / "decisions"
-ACCEPTED_RECORDS = sorted(DECISIONS.glob("*.md"))
-RECORDS = [*ACCEPTED_RECORDS, *sorted((DECISIONS / "archive").glob("*.md"))]
-"""Pages of decisions. Those in the archive may be of what has been removed since."""
+RECORDS = sorted(DECISIONS.glob("*.md"))
 
 
 def test_the_configuration_reference_is_up_to_date():
@@ -143,7 +141,7 @@ def test_every_metric_that_code_or_a_page_names_is_in_the_catalogue():
     groups = {known.group for known in METRICS.values()} - {"step", "tokens", "data"}
     named = re.compile(rf"[`\"']((?:{'|'.join(groups)})/[a-z_0-9]+)[`\"']")
     files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
-    for path in [*files, *PAGES, *ACCEPTED_RECORDS]:
+    for path in [*files, *PAGES, *RECORDS]:
         old = RENAMED_METRICS if path == ROOT / "r3async/data/metrics.py" else {}  # the table of old names
         for name in {*named.findall(path.read_text())} - {*old}:
             assert find_metric(name).description != name, f"{path}: {name}"
@@ -227,7 +225,7 @@ def test_every_file_of_the_sources_that_a_page_names_exists():
     """A path, from the top of the repository, the package or the tests; a bare `file.py` in a table of
     docs/architecture.md is in the folder of its row."""
     named = re.compile(r"`((?!runs/)(?:\w+/)+\w+\.(?:py|toml|sh))(?:::\w+)?`")
-    for page in [*PAGES, *ACCEPTED_RECORDS]:
+    for page in [*PAGES, *RECORDS]:
         for path in named.findall(page.read_text()):
             assert any((top / path).exists() for top in (ROOT, ROOT / "r3async", ROOT / "tests")), (
                 f"{page.name}: {path}"

@@ -47,7 +47,7 @@ TargetArgument = Annotated[
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="a run's name or directory")]
 LimitOption = Annotated[
-    int | None, typer.Option(min=0, help="at most so many; 0: all", show_default="depends")
+    int | None, typer.Option(min=0, help="maximum number; 0: all", show_default="depends")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
 
@@ -95,11 +95,15 @@ def show(
 )
 def trajectories(
     target: TargetArgument = "latest",
-    reward_below: Annotated[float | None, typer.Option(help="only those that earned less")] = None,
-    age_above: Annotated[
-        int | None, typer.Option(help="only those with a token older than so many versions")
+    reward_below: Annotated[
+        float | None, typer.Option(help="only those with a lower reward")
     ] = None,
-    turns: Annotated[int | None, typer.Option(help="only those of so many turns or more")] = None,
+    age_above: Annotated[
+        int | None, typer.Option(help="only those with a token older than this many versions")
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option(help="only those with this many turns or more")
+    ] = None,
     trajectory: Annotated[str | None, typer.Option(help="only the one of this id")] = None,
     step: Annotated[int | None, typer.Option(help="only those that this step trained")] = None,
     version: Annotated[
@@ -155,8 +159,8 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Verify from two records that training used the routes which the engine returned. Exit
-    1 if it did not."""
+    """Verify from two records that training used the engine's routes. Exit 1 if it
+    did not."""
     with _open_inspection(run, runs) as inspection:
         verified = inspection.verify_routes(run, json)
     if not verified:

@@ -196,7 +196,7 @@ def stop(
     address: AddressOption = "",
     token_file: TokenOption = "",
 ) -> None:
-    """End a job in order: the running step is finished, a checkpoint written."""
+    """Stop a job after its running step, with a checkpoint."""
     with _open_jobs(address, token_file) as jobs:
         job = jobs.find_job(job)
         asked = jobs.stop_job(job)

@@ -481,6 +481,7 @@ ONLY_ON_CUDA: dict[str, Callable[..., Any]] = {
     "aten._fused_rms_norm.default": _rms_norm,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,
     "aten.histc.default": _histc,
+    "aten.mm.dtype": lambda one, other, dtype: one.to(dtype) @ other.to(dtype),
     "torch_attn._varlen_attn.default": _attend_packed,
     "torch_attn._varlen_attn_backward.default": _attend_packed_backward,
 }

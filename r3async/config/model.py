@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -64,3 +64,7 @@ class ModelConfig(Section):
     """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: one
     is created from `init`."""
     init: InitConfig = msgspec.field(default_factory=InitConfig)
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Precision of the logits, in engine and learner: `float32` keeps the float32 sums of their
+    products; `model` rounds them to `generator.dtype` and `learner.dtype`. A rounded head on one
+    side alone, or on both, is a large part of the drift between them."""

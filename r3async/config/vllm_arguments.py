@@ -183,6 +183,11 @@ def check_engine_args(args: Mapping[str, Any], probe: bool = True) -> None:
                 f"`generator.engine_args.{name}` changes what an engine computes, and only the "
                 "probe compares that with the learner: set weights.probe=true"
             )
+    if "head_dtype" in (args.get("hf_overrides") or {}):
+        refused.append(
+            "`generator.engine_args.hf_overrides.head_dtype` cannot be set: it would change the "
+            "engine's logits and not the learner's. `model.head_dtype` sets both"
+        )
     dtype = str(args.get("kv_cache_dtype", "auto"))
     if dtype not in CACHE_DTYPE_BYTES:
         refused.append(

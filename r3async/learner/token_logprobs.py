@@ -74,6 +74,7 @@ def token_logprobs(
     chunk_elements: int = LOGIT_CHUNK_ELEMENTS,
     entropy_gradient: bool = False,
     supports: SupportSets | None = None,
+    float32_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return each target's log-prob under `softmax(logits / temperature)`, and its entropy:
     float32 `[M]`, in nats.
@@ -94,11 +95,15 @@ def token_logprobs(
         supports: The supports of the M tokens. Log-probs and entropies are then those of the
             distribution over the tokens in it, and nothing else has a gradient. It takes a byte for
             each logit of a chunk.
+        float32_head: Whether logits of narrower numbers are summed in float32 and stay so, as
+            engines do with `model.head_dtype = "float32"`; else they are rounded to the dtype of
+            `hidden`. Without CUDA, a pass needs a float32 copy of `output_weight`.
     """
     columns = len(output_weight)
     rows = max(1, chunk_elements // max(1, columns))
     masks = _build_masks(supports, rows, len(hidden), hidden.device, first_token_id, columns)
-    head = _ChunkSettings(first_token_id, group, rows, masks, entropy_gradient)
+    widen = float32_head and hidden.dtype.itemsize < 4
+    head = _ChunkSettings(first_token_id, group, rows, masks, entropy_gradient, widen)
     logprobs, entropies = _ChunkedLogprobs.apply(
         hidden, output_weight, bias, targets, temperatures, head
     )
@@ -114,6 +119,7 @@ class _ChunkSettings(NamedTuple):
     chunk_rows: int
     masks: Sequence[SupportMask | None]
     entropy_gradient: bool
+    widen: bool
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -127,8 +133,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         head: _ChunkSettings,
     ) -> tuple[Tensor, Tensor]:
+        factor = _prepare_matrix(matrix, head)
         found = [
-            _forward_chunk(_compute_logits(h, matrix, bias, t, mask), targets_of, head)
+            _forward_chunk(_compute_logits(h, factor, bias, t, mask, head), targets_of, head)
             for h, targets_of, t, mask in _iter_chunks(head, hidden, targets, temperatures)
         ]
         logprobs, entropies, norms = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -146,11 +153,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         of_hidden = []
         of_bias = None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
         by_logprob, by_entropy = grads
+        factor = _prepare_matrix(matrix, head)
         for h, targets_of, t, norm, entropy, grad, spread, mask in _iter_chunks(
             head, hidden, targets, temperatures, norms, entropies, by_logprob, by_entropy
         ):
             by_logit = _backward_chunk(
-                _compute_logits(h, matrix, bias, t, mask),
+                _compute_logits(h, factor, bias, t, mask, head),
                 norm,
                 targets_of,
                 entropy,
@@ -181,15 +189,31 @@ def _iter_chunks(head: _ChunkSettings, *tensors: Tensor) -> Any:
     return zip(*(t.split(head.chunk_rows) for t in tensors), head.masks, strict=True)
 
 
+def _prepare_matrix(matrix: Tensor, head: _ChunkSettings) -> Tensor:
+    """Return the output matrix as `_project` takes it. It is not converted for each chunk."""
+    return matrix.float() if head.widen and not matrix.is_cuda else matrix
+
+
+def _project(hidden: Tensor, matrix: Tensor, bias: Tensor | None, head: _ChunkSettings) -> Tensor:
+    if not head.widen:
+        return F.linear(hidden, matrix, bias)
+    if not matrix.is_cuda:
+        return F.linear(hidden.float(), matrix, None if bias is None else bias.float())
+    # Only CUDA multiplies narrower numbers to a float32 result.
+    logits = torch.mm(hidden, matrix.T, out_dtype=torch.float32)
+    return logits if bias is None else logits.add_(bias)
+
+
 def _compute_logits(
     hidden: Tensor,
     matrix: Tensor,
     bias: Tensor | None,
     temperatures: Tensor,
     mask: SupportMask | None,
+    head: _ChunkSettings,
 ) -> Tensor:
     """Return the logits, float32 `[m, V]`, minus infinity where `mask` excludes tokens."""
-    z = F.linear(hidden, matrix, bias).float().div_(temperatures[:, None])
+    z = _project(hidden, matrix, bias, head).float().div_(temperatures[:, None])
     return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
 
 

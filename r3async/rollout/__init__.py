@@ -38,4 +38,5 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
         adapters=AdapterSettings(lora.rank, lora.list_served_modules(), slots)
         if lora.delivers_adapters
         else None,
+        float32_head=config.model.head_dtype == "float32",
     )

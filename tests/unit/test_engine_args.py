@@ -64,6 +64,10 @@ def test_the_engine_sets_nothing_that_the_table_does_not_have(tiny_model):
         ("kv_cache_dtyp=fp8", r"did you mean 'kv_cache_dtype'\?"),
         ("kv_cache_dtype=nvfp4", r"kv_cache_dtype` = 'nvfp4': its memory is not planned; these are: auto, .*fp8_e5m2"),
         ("quantization_config={ a = 1 }", r"quantization_config` cannot be set: engines hold what the learner trains"),
+        (
+            "hf_overrides={ head_dtype = 'float32' }",
+            r"the engine's logits and not the learner's\. `model\.head_dtype` sets",
+        ),
         ("cpu_offload_gb=4", r"raise `generator\.engine_args\.tensor_parallel_size`"),
         ("kv_offloading_size=4", r"keys, values and routes of older weights must end with them"),
     ],

@@ -233,6 +233,7 @@ class MegatronLearner(LearnerBackend):
             group=self._vocabulary_group,
             entropy_gradient=entropy_gradient,
             supports=select_supports(micro_batch.support, rows),
+            float32_head=self.config.model.head_dtype == "float32",
         )
         return (
             scores

@@ -125,6 +125,7 @@ class TorchLearner(LearnerBackend):
             model.find_routers(torch.device("cpu"))
             model.to(ranks.device)
         model.entropy_gradient = config.algorithm.entropy_coef != 0
+        model.float32_head = config.model.head_dtype == "float32"
         replay = RoutingReplay.for_full_model(
             model.routing,
             enabled=config.routing.replay != "off",

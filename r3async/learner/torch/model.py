@@ -308,6 +308,7 @@ class PackedModel(nn.Module):
         self.published_names: Mapping[str, str] = {}
         """Names of the checkpoint's tensors for which transformers has other ones, by these."""
         self.entropy_gradient = False
+        self.float32_head = True
         """True if the loss has an entropy term."""
         self.logit_scale = 1.0
         """Factor of the output layer's logits. Known after `find_routers`."""
@@ -466,6 +467,7 @@ class PackedModel(nn.Module):
             bias=head.bias,
             entropy_gradient=self.entropy_gradient,
             supports=supports,
+            float32_head=self.float32_head,
         )
         # A view of all logits, about which FSDP warns: changed in place, it would lose FSDP's hook.
         return logprobs.clone(), entropies

@@ -95,6 +95,7 @@ class VllmEngine:
         seed: Seed of sampling; vLLM's own by default.
         record_sampling_masks: True to record which tokens could be sampled.
         adapters: What versions have in place of weights; None if they have weights.
+        float32_head: Whether logits are float32 sums; else they are rounded to `settings.dtype`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class VllmEngine:
         seed: int | None = None,
         record_sampling_masks: bool = False,
         adapters: AdapterSettings | None = None,
+        float32_head: bool = True,
     ):
         self.version = -1
         described = decode_python_json((Path(model_path) / "config.json").read_bytes())
@@ -140,6 +142,9 @@ class VllmEngine:
         if adapters is not None:
             own |= adapters.build_engine_args()
         self._engine_args: dict[str, Any] = own | settings.engine_args
+        if float32_head and settings.dtype != "float32":
+            overrides = settings.engine_args.get("hf_overrides", {})
+            self._engine_args["hf_overrides"] = {"head_dtype": "float32", **overrides}
         if not self._engine_args["enable_return_routed_experts"]:
             self.routing = None
         self.on_update = settings.on_update

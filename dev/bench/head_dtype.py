@@ -1,0 +1,152 @@
+"""Drift between engine and learner by the precision of the head, with replayed routes.
+
+Real vLLM plays in bfloat16, and a learner in bfloat16 scores the same tokens with the engine's
+routes. Each of both computes its logits twice: rounded to bfloat16, and as float32 sums. Models are
+random, with routers that decide clearly. It is no part of the tests:
+
+    python -m dev.bench.head_dtype --families qwen3_moe,olmoe --seeds 0,1,2
+
+Each line of JSON is a pair of heads of one family and seed: k3, mean and largest difference of
+log-probs in nats, all over the sampled tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3async.config import config_from_dict
+from r3async.config.generator import GeneratorConfig
+from r3async.data.tokens import Sample, TokenTable
+from r3async.learner.micro_batches import pack_samples
+from r3async.learner.torch.backend import TorchLearner
+from r3async.rollout.engine import GenerationRequest
+from r3async.rollout.vllm.engine import VllmEngine
+from r3async.weights.version_store import VersionStore
+
+if TYPE_CHECKING:
+    from r3async.rollout.engine import Generation
+
+VOCABULARY = 8192
+PROMPTS = 12
+PROMPT_TOKENS = 32
+SAMPLED_TOKENS = 64
+TIMEOUT = 120.0
+HEADS = {"bfloat16": False, "float32": True}
+
+
+async def play(model: Path, learner: TorchLearner, seed: int, float32_head: bool) -> list[Sample]:
+    """Return samples of an engine with the learner's weights."""
+    engine = VllmEngine(
+        str(model),
+        GeneratorConfig(dtype="bfloat16", concurrency=PROMPTS, kv_cache_gib=0.25),
+        max_model_len=256,
+        seed=seed,
+        float32_head=float32_head,
+    )
+    await engine.start()
+    try:
+        with tempfile.TemporaryDirectory() as directory, VersionStore(Path(directory)) as store:
+            weights = store.write_tensors(0, learner.export_weights(), torch.bfloat16)
+            await engine.install_version(weights, TIMEOUT)
+            rng = np.random.default_rng(seed)
+            prompts = rng.integers(0, 256, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
+            requests = [
+                GenerationRequest(f"request-{number}", prompt, SAMPLED_TOKENS)
+                for number, prompt in enumerate(prompts)
+            ]
+            played = await asyncio.gather(*(engine.generate(request) for request in requests))
+    finally:
+        await engine.stop()
+    return [
+        make_sample(f"s{number}", prompt, generation)
+        for number, (prompt, generation) in enumerate(zip(prompts, played, strict=True))
+    ]
+
+
+def make_sample(name: str, prompt: np.ndarray, generation: Generation) -> Sample:
+    """Return the sample of a generation, with its routes."""
+    table = TokenTable.from_tokens(np.concatenate([prompt, generation.token_ids]))
+    columns = {name: table[name] for name in table.schema.columns if name in table}
+    columns["rollout_logprobs"][len(prompt) :] = generation.logprobs
+    columns["loss_mask"][len(prompt) :] = True
+    routes = generation.routed_experts
+    if routes is not None:
+        rows = np.tile(
+            np.arange(routes.shape[2], dtype=routes.dtype), (len(table), routes.shape[1], 1)
+        )
+        rows[: len(routes)] = routes
+        recorded = np.zeros(len(table), bool)
+        recorded[: len(routes)] = True
+        columns |= {"routed_experts": rows, "routing_recorded": recorded}
+    return Sample(name, TokenTable(columns))
+
+
+def compare(learner: TorchLearner, samples: list[Sample], float32_head: bool) -> dict[str, float]:
+    """Return the drift of the sampled tokens, in nats."""
+    learner.model.float32_head = float32_head
+    micro_batches = pack_samples(samples, 1024)
+    differences = np.concatenate(
+        [
+            (scores - micro_batch.table["rollout_logprobs"])[micro_batch.table["loss_mask"]]
+            for micro_batch, scores in zip(
+                micro_batches, learner.logprobs(micro_batches), strict=True
+            )
+        ]
+    ).astype(np.float64)
+    return {
+        "k3": float(np.mean(np.expm1(differences) - differences)),
+        "mean": float(np.mean(np.abs(differences))),
+        "largest": float(np.max(np.abs(differences))),
+        "tokens": len(differences),
+    }
+
+
+def sharpen_head(model: Path, factor: float) -> None:
+    """Multiply the output matrix of a model in one file: random ones make flat distributions."""
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] *= factor
+    save_file(tensors, file, {"format": "pt"})
+
+
+def measure(family: str, seed: int, sharpness: float) -> None:
+    """Print the four pairs of heads of one model."""
+    from tests.helpers.engine_models import make_engine_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_engine_model(
+            Path(directory) / "model", family, seed, "bfloat16", vocab_size=VOCABULARY
+        )
+        sharpen_head(model, sharpness)
+        config = config_from_dict({"learner": {"dtype": "bfloat16", "backend": "torch"}})
+        learner = TorchLearner.from_pretrained(config, model)
+        for engine_head, engine_float32 in HEADS.items():
+            samples = asyncio.run(play(model, learner, seed, engine_float32))
+            for learner_head, learner_float32 in HEADS.items():
+                heads = {"engine": engine_head, "learner": learner_head}
+                figures = compare(learner, samples, learner_float32)
+                print(json.dumps({"family": family, "seed": seed, **heads, **figures}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", default="qwen3_moe,olmoe,deepseek_v3,qwen3_5_moe_text")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--sharpness", type=float, default=4.0)
+    args = parser.parse_args()
+    for family in args.families.split(","):
+        for seed in args.seeds.split(","):
+            measure(family, int(seed), args.sharpness)
+
+
+if __name__ == "__main__":
+    main()

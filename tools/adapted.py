@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from r3async.config import LearnerConfig
-from r3async.config.learner import matches_target
+from r3async.config import LearnerConfig, LoraConfig
+from r3async.config.learner import find_served_rank, matches_target
 from r3async.data.model_shape import ModelShape
 
 
@@ -36,15 +36,16 @@ def list_adaptable_matrices(
             `backend = "torch"`.
     """
     h = shape.hidden_size
-    q = shape.num_heads * shape.head_dim
+    out_of_heads = shape.num_heads * shape.head_dim
+    q = out_of_heads * (1 + shape.has_gated_attention)
     kv = shape.num_kv_heads * shape.head_dim
     prefix = f"model.layers.{layer}."
     out = []
     if layer in shape.attention_layers:
         sizes = (("q", q), ("k", kv), ("v", kv))
         out = [WeightMatrix(f"{prefix}self_attn.{x}_proj", size, h, "rows") for x, size in sizes]
-        out.append(WeightMatrix(f"{prefix}self_attn.o_proj", h, q, "columns"))
-    if layer not in shape.moe_layers:
+        out.append(WeightMatrix(f"{prefix}self_attn.o_proj", h, out_of_heads, "columns"))
+    if layer in shape.dense_layers:
         up = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")]
         down = f"{prefix}mlp.down_proj"
         return [
@@ -52,6 +53,8 @@ def list_adaptable_matrices(
             *(WeightMatrix(x, shape.mlp_width, h, "rows") for x in up),
             WeightMatrix(down, h, shape.mlp_width, "columns"),
         ]
+    if layer not in shape.moe_layers:
+        return out
     e = shape.num_experts
     w = shape.expert_width
     experts = f"{prefix}mlp.experts."
@@ -129,3 +132,28 @@ def count_adapters(shape: ModelShape, learner: LearnerConfig, stage: int = 0) ->
             largest = max(largest, held if sharded else held // max(1, m.num_copies // share))
         gradient = max(gradient, *(of_parameter[name] for name in chosen), 0)
     return AdapterCounts(parameters, weights, largest, gradient)
+
+
+SERVED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that are one in vLLM: all have a slot if one may have an adapter."""
+
+
+def count_slot_parameters(shape: ModelShape, lora: LoraConfig, tp: int) -> int:
+    """Return the number of values that each of an engine's `tp` devices holds for one version of
+    adapters.
+
+    vLLM makes a slot for each matrix that is named as one with an adapter, in every layer and in
+    shared experts, with the next of its ranks.
+    """
+    named = {module.rpartition(".")[2] for module in lora.list_served_modules()}
+    named = named.union(*(names for names in SERVED_TOGETHER if named.intersection(names)))
+    values = 0
+    for layer in range(shape.num_layers):
+        for m in list_adaptable_matrices(shape, layer, fused_gate_up=False):
+            if m.name.rpartition(".")[2] in named and m.sharded_by in ("rows", "columns"):
+                rows = m.rows // tp if m.sharded_by == "rows" else m.rows
+                values += rows + (m.columns // tp if m.sharded_by == "columns" else m.columns)
+        if layer in shape.moe_layers and shape.shared_width:
+            both = shape.hidden_size + shape.shared_width // tp
+            values += both * len(named.intersection(("gate_proj", "up_proj", "down_proj")))
+    return values * find_served_rank(lora.rank)

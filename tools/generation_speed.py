@@ -1,7 +1,7 @@
 """Estimate how many tokens an engine samples in a second, and how many engines the learner needs.
 
 For each token of its running episodes, an engine reads its weights once and the KV cache of every
-episode, and computes with the parameters that a token uses. Rates are shares of an H100's peaks
+episode, reads and writes its states, and computes with the parameters that a token uses. Rates are shares of an H100's peaks
 that engines usually reach, assumed: no engine was measured. Contexts have half of the allowed
 length. All its episodes sample all the time: prefill, tools and new weights take none.
 """
@@ -48,7 +48,8 @@ def estimate_generation(shape: ModelShape, config: Config, engine: EngineMemory)
     generator = config.generator
     in_slots = count_slots(config.schedule) * config.schedule.group_size / generator.count
     episodes = min(generator.concurrency, in_slots)
-    cached = episodes * engine.kv_per_token * config.episode.max_total_tokens / 2
+    keys_and_values = engine.kv_per_token * config.episode.max_total_tokens / 2
+    cached = episodes * (keys_and_values + engine.states)
     operations = 2 * shape.active_parameters * episodes / engine.devices
     seconds = (
         ENGINE_STEP_SECONDS + (engine.weights + cached) / MEMORY_RATE + operations / COMPUTE_RATE

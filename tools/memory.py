@@ -50,9 +50,11 @@ yet. Not included: the allocator's fragmentation, and ranks that get more than t
 tokens. With `weights.backend = "nccl"` the first rank's GPU has another context, and up to four
 buckets, for each generator.
 
-**Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads · head
-size values of KV cache per token; with latent attention layers · (rank of keys and values +
-rotated values).
+**Engine**: weights divided by `tensor_parallel_size`, slots for adapters
+(`adapted.count_slot_parameters`), and 2 · layers · key-value heads · head size values of KV cache
+per token; with latent attention layers · (rank of keys and values + rotated values). A layer that
+keeps a state has one for each episode, and with `enable_prefix_caching` the one of the last whole
+block besides. States and keys and values are in pages of one size, which holds a state.
 """
 
 from __future__ import annotations
@@ -79,9 +81,10 @@ from r3async.data.models import (
     list_supported_types,
 )
 from r3async.data.write_sizes import DTYPE_BYTES
+from r3async.schedule.run_ahead import count_served_versions
 from r3async.untrusted import decode_python_json
 
-from .adapted import count_adapters
+from .adapted import count_adapters, count_slot_parameters
 
 GIB = 2**30
 GPU_PARAMETERS = 10**9
@@ -98,6 +101,9 @@ GPUs (vllm#50722)."""
 ENGINE_BATCH_TOKENS = 2048
 """Tokens of an engine's step at most, unless `max_num_batched_tokens` sets another
 number (vLLM 0.30)."""
+ENGINE_BLOCK_TOKENS = 16
+"""Tokens of a block of an engine's cache on a GPU, which is a multiple of this in a model that
+keeps states (vLLM 0.30)."""
 SENDER_BUCKETS = 4
 """Buckets that a process holds at most while it sends weights with NCCL (`weights.nccl`)."""
 
@@ -249,12 +255,18 @@ class EngineMemory(msgspec.Struct, frozen=True):
     graphs: int
     """CUDA graphs, and the device's memory before any tensor; assumed. 0 on CPU."""
     kv_per_token: int
+    states: int
+    """States that an episode keeps, in pages of the KV cache."""
+    kv_per_episode: int
+    """Bytes of KV cache, with the states, of an episode that is as long as allowed."""
     kv_needed: int
     """Bytes of KV cache if every episode that a generator plays at once were as long as allowed."""
+    adapters: int = 0
+    """Slots for the adapters of versions (`learner.lora.deliver = "adapter"`)."""
 
     @property
     def bytes_beside_cache(self) -> int:
-        return self.weights + self.step + self.graphs
+        return self.weights + self.step + self.graphs + self.adapters
 
 
 def estimate_rank_memory(shape: ModelShape, config: Config) -> RankMemory:
@@ -395,7 +407,7 @@ def count_layer_activations(
         attention = 0
     if index in shape.recurrent_layers:
         # What its projections return is kept, before and after the convolution, in float32.
-        attention += 2 * h + 4 * shape.recurrent_parameters // h
+        attention += 2 * h + 4 * shape.recurrent_mixer.parameters // h
     if index not in shape.moe_layers:
         return attention + 2 * h + 5 * shape.mlp_width * (index in shape.dense_layers), 0.0
     mixture = (
@@ -460,14 +472,56 @@ def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     # Latent attention keeps the compressed form of keys and values, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
     cached = CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width
-    per_token = len(shape.attention_layers) * values * cached
-    needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
+    token_bytes = values * cached
+    states, per_episode = _estimate_episode_cache(shape, config, token_bytes)
+    needed = per_episode * config.generator.concurrency
     graphs = 0.0
     if shape.num_parameters > GPU_PARAMETERS:
         graphs = CONTEXT_BYTES + (0 if args.get("enforce_eager") else GRAPHS_BYTES)
-    weights = shape.num_parameters * width // tp
-    step = _estimate_engine_step(shape, config, tp)
-    return EngineMemory(tp, weights, step, int(graphs), per_token, needed)
+    adapters = 0
+    if config.learner.lora.delivers_adapters:
+        slots = count_served_versions(config.schedule)
+        adapters = slots * width * count_slot_parameters(shape, config.learner.lora, tp)
+    return EngineMemory(
+        devices=tp,
+        weights=shape.num_parameters * width // tp,
+        step=_estimate_engine_step(shape, config, tp),
+        graphs=int(graphs),
+        kv_per_token=len(shape.attention_layers) * token_bytes,
+        states=states,
+        kv_per_episode=per_episode,
+        kv_needed=needed,
+        adapters=adapters,
+    )
+
+
+def _estimate_episode_cache(shape: ModelShape, config: Config, token_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the states that an episode keeps, and those of all its cache if it is as
+    long as allowed.
+
+    Args:
+        token_bytes: Bytes of a token's keys and values in one layer.
+    """
+    args = config.generator.engine_args
+    tokens = config.episode.max_total_tokens
+    width = DTYPE_BYTES[config.generator.dtype]
+    mixer = shape.recurrent_mixer
+    own = args.get("mamba_ssm_cache_dtype", "auto")
+    state_dtype = mixer.state_dtype if own == "auto" else own
+    state_width = {"": width, "float32": 4}.get(state_dtype, 2)
+    state = mixer.last_inputs * width + mixer.state * state_width
+    state //= int(args.get("tensor_parallel_size", 1))
+    if not state:
+        return 0, len(shape.attention_layers) * token_bytes * tokens
+    step = int(args.get("block_size", ENGINE_BLOCK_TOKENS))
+    block = step * -(-state // (step * token_bytes))
+    blocks = -(-tokens // block)
+    kept = 2 if args.get("enable_prefix_caching", True) else 1
+    if kept == 2 and args.get("mamba_cache_mode") == "all":
+        kept = blocks
+    page = block * token_bytes
+    states = len(shape.recurrent_layers) * kept * page
+    return states, states + len(shape.attention_layers) * blocks * page
 
 
 def _estimate_engine_step(shape: ModelShape, config: Config, tp: int) -> int:

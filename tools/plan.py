@@ -424,7 +424,9 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         *(f"between ranks, a step: {line}" for line in plan.traffic),
         *_describe_speed(plan, config),
         f"memory, an engine{f', each of {engine.devices} GPUs' if engine.devices > 1 else ''}",
-        f"  weights {format_bytes(engine.weights)}, a step {format_bytes(engine.step)}"
+        f"  weights {format_bytes(engine.weights)}"
+        + (f", slots for adapters {format_bytes(engine.adapters)}" if engine.adapters else "")
+        + f", a step {format_bytes(engine.step)}"
         + (
             ", "
             f"{'' if config.generator.engine_args.get('enforce_eager') else 'CUDA graphs and '}context "
@@ -432,7 +434,8 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
             if engine.graphs
             else ""
         )
-        + f", KV cache {format_bytes(engine.kv_per_token)} a token",
+        + f", KV cache {format_bytes(engine.kv_per_token)} a token"
+        + (f" and {format_bytes(engine.states)} of states an episode" if engine.states else ""),
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)

@@ -67,12 +67,11 @@ def check_gpu_memory(config: Config, shape: ModelShape, plan: RunPlan) -> None:
             f"engine takes {engine.bytes_beside_cache / GIB:.0f} GiB beside it, of a GPU of "
             f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: lower it"
         )
-    if (
-        compute_free_kv_bytes(config, engine)
-        <= engine.kv_per_token * config.episode.max_total_tokens
-    ):
+    if compute_free_kv_bytes(config, engine) <= engine.kv_per_episode:
+        held = engine.weights + engine.adapters
+        what = "weights and adapters" if engine.adapters else "weights"
         raise ConfigError(
-            f"an engine's weights take {engine.weights / GIB:.0f} GiB of a GPU of "
+            f"an engine's {what} take {held / GIB:.0f} GiB of a GPU of "
             f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}, its steps and graphs "
             f"{(engine.step + engine.graphs) / GIB:.0f}, and there are no free bytes for one "
             "episode: raise `generator.engine_args.tensor_parallel_size`"

@@ -118,6 +118,11 @@ class LoraConfig(Section):
             )
 
 
+def find_served_rank(rank: int) -> int:
+    """Return the rank of the slots that vLLM makes for adapters of that rank."""
+    return next(served for served in SERVED_RANKS if served >= rank)
+
+
 def is_served_module(name: str) -> bool:
     """Return whether engines can add an adapter of the matrix of that name themselves."""
     return any(f".{name}".endswith(f".{module}") for module in SERVED_MODULES)

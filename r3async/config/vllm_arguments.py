@@ -108,6 +108,9 @@ PLANNED_ENGINE_ARGS = frozenset(
         "tensor_parallel_size",
         "max_num_batched_tokens",
         "kv_cache_dtype",
+        "enable_prefix_caching",
+        "mamba_cache_mode",
+        "mamba_ssm_cache_dtype",
         *DEFAULT_ENGINE_ARGS,
     }
 )
@@ -129,9 +132,9 @@ NEUTRAL_ENGINE_ARGS = frozenset(
     """
     additional_config async_scheduling code_revision cudagraph_capture_sizes cudagraph_metrics
     disable_hybrid_kv_cache_manager distributed_timeout_seconds download_dir enable_chunked_prefill
-    enable_ep_weight_filter enable_prefix_caching expert_placement_strategy fail_on_environ_validation hf_token
+    enable_ep_weight_filter expert_placement_strategy fail_on_environ_validation hf_token
     ignore_patterns jit_monitor_mode kv_cache_metrics limit_mm_per_prompt
-    long_prefill_token_threshold mamba_block_size mamba_cache_mode max_cudagraph_capture_size max_logprobs
+    long_prefill_token_threshold mamba_block_size max_cudagraph_capture_size max_logprobs
     max_num_scheduled_tokens max_parallel_loading_workers model_loader_extra_config numa_bind numa_bind_cpus
     numa_bind_nodes otlp_traces_endpoint prefill_schedule_interval prefix_cache_retention_interval
     prefix_caching_hash_algo profiler_config pt_load_map_location revision safetensors_load_strategy

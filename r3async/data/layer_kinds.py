@@ -152,54 +152,77 @@ def _list_mixtures(config: Mapping[str, Any], kinds: list[str]) -> list[int]:
     ]
 
 
-def count_recurrent_parameters(config: Mapping[str, Any]) -> int:
-    """Return the number of parameters of one layer's recurrent or convolutional mixer, from
-    `use_common_keys`; 0 for a kind that is not known. Raises `KeyError` for a missing size."""
+class RecurrentMixer(msgspec.Struct, frozen=True):
+    """The sizes of one layer's recurrent or convolutional mixer, in numbers of values.
+
+    Attributes:
+        parameters: Its parameters.
+        last_inputs: Inputs of its convolution that a sequence keeps.
+        state: Values of the state that a sequence keeps.
+        state_dtype: What vLLM keeps the state in; empty for the dtype of the engine.
+    """
+
+    parameters: int = 0
+    last_inputs: int = 0
+    state: int = 0
+    state_dtype: str = ""
+
+
+def measure_recurrent_mixer(config: Mapping[str, Any]) -> RecurrentMixer:
+    """Return the sizes of one layer's recurrent or convolutional mixer, from `use_common_keys`.
+    Raises `KeyError` for a missing size."""
     c = config
     hidden = c["hidden_size"]
     if c.get("linear_num_value_heads"):
-        return _count_delta_rule(c, hidden)
+        return _measure_delta_rule(c, hidden)
     if c.get("linear_num_heads"):
-        return _count_channel_delta_rule(c, hidden)
+        return _measure_channel_delta_rule(c, hidden)
     if c.get("mamba_num_heads") or c.get("mamba_n_heads"):
-        return _count_mamba2(c, hidden)
+        return _measure_mamba2(c, hidden)
     if c.get("mamba_dt_rank") or c.get("mamba_expand"):
-        return _count_mamba1(c, hidden)
+        return _measure_mamba1(c, hidden)
     if c.get("conv_L_cache"):
-        return 4 * hidden * hidden + hidden * c["conv_L_cache"]
+        width = c["conv_L_cache"]
+        return RecurrentMixer(4 * hidden * hidden + hidden * width, hidden * (width - 1))
     # Lightning attention of MiniMax-01.
-    inner = c["num_attention_heads"] * (c.get("head_dim") or hidden // c["num_attention_heads"])
-    return 5 * hidden * inner + inner
+    head = c.get("head_dim") or hidden // c["num_attention_heads"]
+    inner = c["num_attention_heads"] * head
+    return RecurrentMixer(5 * hidden * inner + inner, 0, inner * head)
 
 
-def _count_delta_rule(c: Mapping[str, Any], hidden: int) -> int:
+def _measure_delta_rule(c: Mapping[str, Any], hidden: int) -> RecurrentMixer:
     """Qwen3-Next, Qwen3.5, OLMo-Hybrid."""
     heads = c["linear_num_value_heads"]
+    size = c["linear_value_head_dim"]
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
-    values = heads * c["linear_value_head_dim"]
-    projections = hidden * (2 * keys + 3 * values + 2 * heads)
-    convolution = (2 * keys + values) * c["linear_conv_kernel_dim"]
-    return projections + convolution + 2 * heads + c["linear_value_head_dim"]
+    convolved = 2 * keys + heads * size
+    kernel = c["linear_conv_kernel_dim"]
+    projections = hidden * (convolved + 2 * heads * size + 2 * heads)
+    return RecurrentMixer(
+        projections + convolved * kernel + 2 * heads + size,
+        convolved * (kernel - 1),
+        heads * size * c["linear_key_head_dim"],
+        c.get("mamba_ssm_dtype") or "",
+    )
 
 
-def _count_channel_delta_rule(c: Mapping[str, Any], hidden: int) -> int:
+def _measure_channel_delta_rule(c: Mapping[str, Any], hidden: int) -> RecurrentMixer:
     """Kimi Linear and Ling: a decay for each channel, and a gate of the output. Kimi Linear has
     both from low ranks."""
     heads = c["linear_num_heads"]
     size = c["linear_head_dim"]
+    kernel = c["linear_conv_kernel_dim"]
     inner = heads * size
     gate = size * (hidden + inner) if c.get("model_type") == "kimi_linear" else hidden * inner
-    return (
-        hidden * (4 * inner + heads)
-        + 2 * gate
-        + 3 * inner * c["linear_conv_kernel_dim"]
-        + heads
-        + inner
-        + size
+    return RecurrentMixer(
+        hidden * (4 * inner + heads) + 2 * gate + 3 * inner * kernel + heads + inner + size,
+        3 * inner * (kernel - 1),
+        inner * size,
+        "float32",
     )
 
 
-def _count_mamba2(c: Mapping[str, Any], hidden: int) -> int:
+def _measure_mamba2(c: Mapping[str, Any], hidden: int) -> RecurrentMixer:
     """Nemotron-H, Granite 4, Bamba, Falcon-H1."""
     heads = c.get("mamba_num_heads") or c["mamba_n_heads"]
     size = c.get("mamba_head_dim") or c["mamba_d_head"]
@@ -209,14 +232,26 @@ def _count_mamba2(c: Mapping[str, Any], hidden: int) -> int:
     inner = heads * size
     convolved = inner + 2 * groups * state
     norm = inner if c.get("mamba_rms_norm", c.get("model_type") != "falcon_h1") else 0
-    return hidden * (2 * inner + convolved + heads) + convolved * (kernel + 1) + 3 * heads + norm
+    projections = hidden * (2 * inner + convolved + heads)
+    in_float32 = c.get("model_type") == "nemotron_h"
+    return RecurrentMixer(
+        projections + convolved * (kernel + 1) + 3 * heads + norm,
+        convolved * (kernel - 1),
+        inner * state,
+        c.get("mamba_ssm_cache_dtype") or "float32" if in_float32 else "",
+    )
 
 
-def _count_mamba1(c: Mapping[str, Any], hidden: int) -> int:
+def _measure_mamba1(c: Mapping[str, Any], hidden: int) -> RecurrentMixer:
     """Jamba."""
     inner = c["mamba_expand"] * hidden
     state = c["mamba_d_state"]
+    kernel = c["mamba_d_conv"]
     rank = c.get("mamba_dt_rank") or "auto"
     rank = -(-hidden // 16) if rank == "auto" else rank
     projections = 3 * hidden * inner + inner * (rank + 2 * state) + rank * inner
-    return projections + inner * (c["mamba_d_conv"] + state + 3) + rank + 2 * state
+    return RecurrentMixer(
+        projections + inner * (kernel + state + 3) + rank + 2 * state,
+        inner * (kernel - 1),
+        inner * state,
+    )

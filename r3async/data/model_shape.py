@@ -13,8 +13,9 @@ import msgspec
 
 from r3async.data.layer_kinds import (
     COMMON_KEYS,
-    count_recurrent_parameters,
+    RecurrentMixer,
     list_layer_kinds,
+    measure_recurrent_mixer,
     use_common_keys,
 )
 from r3async.data.models import ARCHITECTURES, ModelArchitecture, QueryNorm, find_architecture
@@ -323,8 +324,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     """Layers that keep a state. They may have attention as well."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a feed-forward that is no mixture of experts."""
-    recurrent_parameters: int = 0
-    """Number of parameters of one layer's recurrent or convolutional mixer."""
+    recurrent_mixer: RecurrentMixer = RecurrentMixer()
+    """Sizes of one layer's recurrent or convolutional mixer."""
     has_gated_experts: bool = True
     """True if an expert, and a dense feed-forward, has a gate beside its two matrices."""
     has_gated_attention: bool = False
@@ -441,7 +442,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Return the number of parameters of one layer."""
         parts = (
             (self.attention_layers, self.attention_parameters),
-            (self.recurrent_layers, self.recurrent_parameters),
+            (self.recurrent_layers, self.recurrent_mixer.parameters),
             (self.moe_layers, self.expert_parameters + self.router_parameters),
             (self.dense_layers, self.mlp_parameters),
         )
@@ -516,9 +517,9 @@ class ModelShape(msgspec.Struct, frozen=True):
             )
 
 
-def _count_recurrent(c: Mapping[str, Any], name: str) -> int:
+def _read_recurrent_mixer(c: Mapping[str, Any], name: str) -> RecurrentMixer:
     try:
-        return count_recurrent_parameters(c)
+        return measure_recurrent_mixer(c)
     except (KeyError, TypeError) as error:
         raise ModelShapeError(
             f"config.json of {name} has layers that keep a state, and lacks a size of them: {error}"
@@ -575,7 +576,7 @@ def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> Mod
         attention_layers=kinds.attention,
         recurrent_layers=kinds.recurrent,
         dense_layers=kinds.dense,
-        recurrent_parameters=_count_recurrent(c, name) if kinds.recurrent else 0,
+        recurrent_mixer=_read_recurrent_mixer(c, name) if kinds.recurrent else RecurrentMixer(),
         has_gated_experts=known.has_gated_experts,
         has_gated_attention=known.has_gated_attention,
         full_attention_layers=len(kinds.attention) - kinds.windows,

@@ -120,7 +120,7 @@ def build_cost_model(config: Mapping[str, Any]) -> CostModel:
     moe = s.matrices_per_expert * h * s.expert_width * s.top_k + s.router_parameters
     weights = (
         len(s.attention_layers) * projections
-        + len(s.recurrent_layers) * s.recurrent_parameters
+        + len(s.recurrent_layers) * s.recurrent_mixer.parameters
         + len(s.moe_layers) * moe
         + len(s.dense_layers) * s.mlp_parameters
         + s.embedding_parameters

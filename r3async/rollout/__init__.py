@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from r3async.config import Config
-from r3async.schedule.run_ahead import compute_staleness_bound
+from r3async.schedule.run_ahead import count_served_versions
 from r3async.world import World
 from r3async.world.real import REAL_WORLD
 
@@ -28,7 +28,7 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
     from r3async.rollout.vllm.engine import AdapterSettings, VllmEngine
 
     lora = config.learner.lora
-    slots = compute_staleness_bound(config.schedule) + 1
+    slots = count_served_versions(config.schedule)
     return VllmEngine(
         model_path,
         settings,

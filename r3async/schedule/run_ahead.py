@@ -81,6 +81,12 @@ def compute_staleness_bound(schedule: ScheduleConfig) -> int:
     return worst_case_staleness(schedule.max_staleness, schedule.window, per_version)
 
 
+def count_served_versions(schedule: ScheduleConfig) -> int:
+    """Return the number of versions under which an engine's requests may run at once, where each
+    keeps the version that it began with."""
+    return compute_staleness_bound(schedule) + 1
+
+
 def worst_case_staleness(max_staleness: int, window: int, groups_per_version: int) -> int:
     """Return the maximum age of a trained token, in versions: `S + ceil((W - 1) / (P * K))`,
     and 0 if `S = 0`.

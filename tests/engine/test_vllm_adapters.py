@@ -1,6 +1,7 @@
 """An engine whose versions are adapters beside its weights: requests keep theirs, and it holds what was published."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import msgspec
@@ -9,10 +10,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from r3async.config.learner import SERVED_MODULES, is_served_module
+from r3async.config.learner import SERVED_MODULES, LoraConfig, is_served_module
+from r3async.data.model_shape import parse_model_shape
 from r3async.data.versions import VersionSpan
 from r3async.rollout.engine import CorruptWeightsError, EngineError
 from r3async.rollout.vllm.engine import AdapterSettings
+from r3async.tools.adapted import count_slot_parameters
 from r3async.weights.manifest import BASE_VERSION, AdapterFormat, WeightManifest
 from r3async.weights.version_store import VersionStore
 from tests.helpers.engine import TOLERANCE, Reference, prompt, request, revive, same_sets, sampled, started
@@ -84,6 +87,12 @@ async def policies(engine, tiny_model, tmp_path_factory):
         with pytest.raises(EngineError, match="no version of adapters yet"):
             await engine.generate(request(prompt(9), 5))
         yield policies
+
+
+async def test_slots_have_the_memory_of_the_plan(engine, tiny_model):
+    shape = parse_model_shape(json.loads((tiny_model / "config.json").read_text()))
+    planned = SLOTS * 4 * count_slot_parameters(shape, LoraConfig(RANK), tp=1)
+    assert await engine._core.collective_rpc("r3_adapter_bytes") == [planned]
 
 
 async def test_requests_keep_the_version_that_they_began_with_across_three(engine, policies):

@@ -2,12 +2,18 @@
 started with those weights holds, and what is left out of an update is found."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from r3async.config import config_from_dict
+from r3async.data.model_shape import parse_model_shape
+from r3async.rollout.vllm.core import CPU_BLOCK_TOKENS
 from r3async.rollout.vllm.engine import VllmEngine
+from r3async.tools.memory import estimate_engine_memory
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import ROUNDED_TOLERANCE, ProbeResult, compare_probe, make_probe_text
 from r3async.weights.version_store import VersionStore
@@ -56,6 +62,22 @@ async def ask(engine: VllmEngine, method: str, *args: object):
     return answer
 
 
+def plan_episode_cache(model: Path) -> int:
+    """Return the bytes of the cache for an episode as a plan says them, with the blocks that an engine has on CPU, and states in
+    the dtype that this CPU's kernels take."""
+    args = {"block_size": CPU_BLOCK_TOKENS}
+    if torch.cpu._is_avx512_bf16_supported():
+        args["mamba_ssm_cache_dtype"] = "float32"
+    config = config_from_dict(
+        {
+            "episode": {"max_total_tokens": 512, "max_prompt_tokens": 64},
+            "generator": {"dtype": "bfloat16", "engine_args": args},
+        }
+    )
+    shape = parse_model_shape(json.loads((model / "config.json").read_text()))
+    return estimate_engine_memory(shape, config).kv_per_episode
+
+
 async def check(engine: VllmEngine, plain: PlainModel) -> None:
     """Check an answer, and its routes, to a prompt that takes several steps."""
     ids = prompt(150, seed=1)
@@ -100,6 +122,7 @@ async def test_updates_under_requests_leave_a_fresh_engine(tmp_path, family, mon
     plain = [PlainModel(path) for path in paths]
     async with started(paths[0], 512, **ENGINE) as engine:
         await check(engine, plain[0])
+        assert await ask(engine, "r3_cache_of_an_episode") == plan_episode_cache(paths[0])
         with VersionStore(tmp_path / "published") as store:
             for version, mode in ((0, "keep"), (1, "recompute")):
                 monkeypatch.setattr(engine, "on_update", mode)

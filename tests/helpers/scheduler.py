@@ -100,5 +100,10 @@ class PlantingExtension(ObservingExtension):
     def r3_plant_in_weights(self, parameter: str) -> None:
         dict(self.model_runner.get_model().named_parameters())[parameter].data.view(-1)[7] += 0.5
 
+    def r3_adapter_bytes(self) -> int:
+        """Return the bytes of all slots."""
+        modules = self.model_runner.lora_manager._adapter_manager.modules.values()
+        return sum(t.nbytes for m in modules for t in (*m.lora_a_stacked, *m.lora_b_stacked))
+
     def r3_adapters(self) -> list[int]:
         return sorted(self.list_loras())

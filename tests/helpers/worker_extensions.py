@@ -69,6 +69,11 @@ class ComparedExtension(WorkerExtension):
     def r3_digests(self) -> dict[str, int]:
         return digest_weights(self.model_runner.get_model())
 
+    def r3_cache_of_an_episode(self) -> int:
+        """Return the bytes of the cache that a request of the greatest length takes."""
+        specs = self.get_kv_cache_spec().values()
+        return sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+
     def r3_keep(self, names: list[str]) -> None:
         """Keep copies of what the model holds now under these names."""
         contents = dict(iter_weight_contents(self.model_runner.get_model()))

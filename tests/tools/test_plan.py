@@ -9,15 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
+from r3async.config import ConfigError, LearnerConfig, LoraConfig, ParallelConfig, load_config
 from r3async.data.model_shape import parse_model_shape
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import encode_trajectory
+from r3async.tools.adapted import count_slot_parameters
 from r3async.tools.memory import (
     GIB,
     INIT_VOCAB_SIZE,
     PUBLISHED_CONFIGS,
     check_trainable,
+    find_model_shape,
 )
 from r3async.tools.plan import count_wire_bytes, describe_plan, make_run_plan
 from r3async.tools.preflight import make_checked_plan
@@ -247,9 +249,62 @@ def test_a_version_of_adapters_alone_is_planned_beside_the_weights_that_engines_
     plan = make_run_plan(config)
     assert plan.adapter_bytes == 2 * 48 * 32 * (2 * (2048 + 4096) + 2 * (2048 + 512))
     assert plan.install_seconds < plan.first_install_seconds / 3
-    assert "56.9 GiB to each host once, then 51.0 MiB a version" in describe_plan(plan, config)
+    text = describe_plan(plan, config)
+    assert "56.9 GiB to each host once, then 51.0 MiB a version" in text
+    assert plan.engine.adapters == 3 * plan.adapter_bytes
+    assert "weights 56.9 GiB, slots for adapters 153.0 MiB, a step" in text
+    merged = make_run_plan(load_config("moe_30b_lora")).engine
+    assert plan.engine.bytes_beside_cache == merged.bytes_beside_cache + plan.engine.adapters
     with pytest.raises(ConfigError, match=r"'model\.layers\.0\.mlp\.experts.*targets` = \[\"self_attn\"\]"):
         make_checked_plan(load_config("moe_30b_lora", alone[:1]))
+
+
+@pytest.mark.parametrize(
+    ("targets", "matrices"),
+    [
+        (["q_proj"], [(4096 + 512 + 512, 3 * 2048)]),  # what vLLM keeps in one matrix has slots together
+        (["o_proj"], [(2048, 4096)]),
+        (["self_attn"], [(4096 + 512 + 512, 3 * 2048), (2048, 4096)]),
+    ],
+)
+def test_slots_are_divided_as_the_matrices_are(targets, matrices):
+    shape, _ = find_model_shape(load_config("moe_30b_lora"))
+    lora = LoraConfig(rank=20, targets=targets)
+    for tp in (1, 4):
+        divided = [(b, a // tp) if b == 2048 else (b // tp, a) for b, a in matrices]
+        assert count_slot_parameters(shape, lora, tp) == 48 * 32 * sum(map(sum, divided))
+
+
+def test_shared_experts_have_slots_with_the_dense_layer_that_is_adapted():
+    path = "deepseek-ai/Moonlight-16B-A3B"
+    shape, _ = find_model_shape(load_config("moe_30b_lora", [f"model.path={path}"]))
+    lora = LoraConfig(rank=8, targets=["layers.0.mlp"])
+    widths = [11264, *26 * [2 * 1408]]
+    assert count_slot_parameters(shape, lora, 1) == 8 * sum(3 * (2048 + width) for width in widths)
+
+
+def test_states_of_episodes_are_planned_in_pages_of_the_cache():
+    def planned(*args: str):
+        config = load_config("qwen3_5_35b_r3", [f"generator.engine_args.{arg}" for arg in args])
+        plan = make_run_plan(config)
+        return plan.engine, config.episode.max_total_tokens, describe_plan(plan, config)
+
+    engine, tokens, text = planned()
+    assert engine.kv_per_token == 10 * 1024  # of one of two ranks
+    convolution = 3 * (2 * 16 * 128 + 32 * 128)
+    state = 2 * (convolution + 32 * 128 * 128) // 2
+    page = 16 * -(-state // (16 * 1024)) * 1024
+    assert engine.states == 2 * 30 * page
+    assert engine.kv_per_episode == engine.states + 10 * -(-tokens * 1024 // page) * page
+    assert engine.kv_needed == 64 * engine.kv_per_episode
+    assert "KV cache 10.0 KiB a token and 31.9 MiB of states an episode" in text
+    alone, _, _ = planned("enable_prefix_caching=false")
+    assert 2 * alone.states == engine.states
+    every, _, _ = planned("mamba_cache_mode=all")
+    assert every.states == 30 * -(-tokens * 1024 // page) * page
+    wide, _, _ = planned("mamba_ssm_cache_dtype=float32")
+    assert 1.9 < wide.states / engine.states < 2
+    assert not make_run_plan(load_config("moe_30b_r3")).engine.states
 
 
 def test_how_long_writing_may_take_follows_from_the_bytes_unless_it_is_set():

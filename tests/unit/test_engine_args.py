@@ -105,7 +105,7 @@ def test_the_tables_are_of_vllms_arguments_and_the_plan_knows_its_defaults():
     fields = {field.name: field.default for field in dataclasses.fields(AsyncEngineArgs)}
     tables = (OWNED_ENGINE_ARGS, PLANNED_ENGINE_ARGS, COMPUTING_ENGINE_ARGS, NEUTRAL_ENGINE_ARGS)
     assert {name for table in tables for name in table} <= fields.keys()
-    assert {"kv_cache_dtype"} == PLANNED_ENGINE_ARGS & COMPUTING_ENGINE_ARGS
+    assert {"kv_cache_dtype", "mamba_ssm_cache_dtype"} == PLANNED_ENGINE_ARGS & COMPUTING_ENGINE_ARGS
     assert not (PLANNED_ENGINE_ARGS | COMPUTING_ENGINE_ARGS) & NEUTRAL_ENGINE_ARGS
     assert CACHE_DTYPE_BYTES.keys() <= set(get_args(CacheDType))
     assert fields["gpu_memory_utilization"] == DEFAULT_ENGINE_SHARE

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from r3async.config.generator import GeneratorConfig
-from r3async.config.learner import SERVED_RANKS
+from r3async.config.learner import find_served_rank
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
 from r3async.data.checkpoint_forms import list_weight_files, read_quantized_form
 from r3async.data.model_shape import read_moe_layers, take_text_config
@@ -76,7 +76,7 @@ class AdapterSettings(NamedTuple):
             max_loras=self.slots,
             # What is loaded is removed when no request needs it, and not when there is more of it.
             max_cpu_loras=self.slots + MAX_LOADED_ADAPTERS,
-            max_lora_rank=next(rank for rank in SERVED_RANKS if rank >= self.rank),
+            max_lora_rank=find_served_rank(self.rank),
             lora_target_modules=[module.rpartition(".")[2] for module in self.modules],
         )
 

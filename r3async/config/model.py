@@ -65,6 +65,5 @@ class ModelConfig(Section):
     is created from `init`."""
     init: InitConfig = msgspec.field(default_factory=InitConfig)
     head_dtype: Literal["float32", "model"] = "float32"
-    """Precision of the logits, in engine and learner: `float32` keeps the float32 sums of their
-    products; `model` rounds them to `generator.dtype` and `learner.dtype`. A rounded head on one
-    side alone, or on both, is a large part of the drift between them."""
+    """Precision of the logits in engine and learner. `model` rounds the products with the output
+    matrix to `generator.dtype` and `learner.dtype`."""

@@ -125,7 +125,7 @@ LOSS_VALUES = {
         'algorithm.policy_loss="gspo" + algorithm.reduction="sequence_mean": the mean of its '
         "paper; verl, Molt, miles and AReaL take a mean of tokens by default, as ours is"
     ),
-    # verl's `policy_loss.loss_mode`
+    # verl's `loss_mode`
     "vanilla": (
         'algorithm.policy_loss="ppo" + algorithm.ppo.dual_clip=3: verl\'s default `clip_ratio_c`; '
         f"ours is off. With {_RECOMPUTED_NOTE}"
@@ -152,7 +152,7 @@ LOSS_VALUES = {
     "kl_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
     "geo_mean": '- the loss by the mean ratio of an answer is `algorithm.policy_loss="gspo"`',
     "dro": "- the quadratic penalty is `algorithm.rollout_kl`, whose default estimator is k2",
-    # `rollout_correction.loss_type` of verl's bypass mode
+    # `loss_type` of verl's bypass mode
     "reinforce": (
         'algorithm.policy_loss="truncated_pg": its cap, `algorithm.truncated_pg.cap`, is the '
         'threshold of `rollout_is="token"`'

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.others import find_equivalent_value
 from r3async.config.section import (
     ConfigError,
     PositiveFloat,
@@ -337,7 +338,7 @@ class AlgorithmConfig(Section):
                 "'tis' and 'decoupled_ppo', which have it"
             )
         if self.policy_loss not in BUILTIN_POLICY_LOSSES and ":" not in self.policy_loss:
-            hint = did_you_mean(
+            hint = find_equivalent_value("policy_loss", self.policy_loss) or did_you_mean(
                 self.policy_loss,
                 BUILTIN_POLICY_LOSSES,
                 f"built in: {', '.join(BUILTIN_POLICY_LOSSES)}.",

@@ -15,7 +15,7 @@ import msgspec
 
 from r3async.config.data import DataConfig
 from r3async.config.env import EnvConfig, EnvEntryConfig, RunEnv, resolve_env
-from r3async.config.others import find_equivalent_setting
+from r3async.config.others import find_equivalent_setting, find_equivalent_value
 from r3async.config.paths import resolve_relative_paths
 from r3async.config.run import Config
 from r3async.config.secrets import Secret, collect_secrets
@@ -73,7 +73,7 @@ def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str
     while isinstance(inner, Mapping) and len(inner) == 1:
         ((more, inner),) = inner.items()
         whole = f"{whole}.{more}"
-    instead = find_equivalent_setting(whole, sections=not path)
+    instead = find_equivalent_setting(whole, inner, sections=not path)
     if instead:
         return ConfigError(f"unknown key `{whole}`: {instead}")
     names = names if path else [*names, *SHORTHAND_KEYS]
@@ -105,9 +105,8 @@ def _convert_value(target_type: Any, value: Any, path: str) -> Any:
         except msgspec.ValidationError as error:
             if target_type is Secret:  # without the value
                 raise ConfigError(f"`{path}` must be a text") from None
-            raise ConfigError(
-                f"`{path}` = {format_value(value)}: {_explain_type_error(target_type, str(error))}"
-            ) from error
+            why = find_equivalent_value(path, value) or _explain_type_error(target_type, str(error))
+            raise ConfigError(f"`{path}` = {format_value(value)}: {why}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"`{path}` is a section, not the value {value!r}; set one of its keys: "

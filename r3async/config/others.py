@@ -2,12 +2,18 @@
 
 A key of the table is the end of a dotted name (`rollout.n` is the end of verl's
 `actor_rollout_ref.rollout.n`), or a section in it (`reward_model` in verl's `reward_model.enable`);
-the longest end that is in the table counts, and ends count before sections. Its value is our
-setting (`learner.lr`), or `a + b` for two of them, with the difference after a colon; or, after a
-dash, the reason why there is none.
+the longest end that is in the table counts, and ends count before sections. An end with a value
+(`loss_type=cispo`) counts before the same end without. Its value is our setting (`learner.lr`), or
+`a + b` for two of them, with the difference after a colon; or, after a dash, the reason why there
+is none. `_spell_numbers` has the words that stand for numbers (`$value`).
+
+docs/same-name.md has the arithmetic behind the answers about `algorithm`.
 """
 
 from __future__ import annotations
+
+import math
+from string import Template
 
 _BATCH_SIZE_NOTE = (
     "groups of a step, each of `schedule.group_size` episodes; micro-batches follow from tokens"
@@ -20,7 +26,6 @@ _PACKING_NOTE = "- it follows from the packed tokens: see `learner.max_tokens_pe
 _NO_CRITIC_NOTE = (
     "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
 )
-_MINIBATCH_NOTE = "how many parts of a step are trained one after the other, not their size"
 _ENGINE_TP_NOTE = "of an engine; the learner's is `learner.parallel.tp`"
 _ENGINE_COUNT_NOTE = "engines, each in a process of its own"
 _DATA_NOTE = "a file, a directory, or a dataset of the hub; `data=` is short for it"
@@ -34,6 +39,202 @@ _ADAPTER_NOTE = (
     "adapters are on if it is above 0, with `learner.lora.alpha` and `learner.lora.targets`"
 )
 _DROPOUT_NOTE = "- adapters have no dropout: the learner scores exactly the policy that generated"
+
+_RECOMPUTED_NOTE = '`algorithm.anchor="recomputed"` as there'
+_COUNT_OF_UPDATES_NOTE = (
+    "TRL counts updates, so divide by `schedule.minibatches_per_step` times "
+    "`schedule.epochs_per_step`"
+)
+_PROMPTS_OF_UPDATE_NOTE = "`train_batch_size` / $value, since there it is the prompts of an update"
+_OLD_RATIO_NOTE = '`algorithm.correction.anchor="recomputed"` as there'
+_CLIP_LOW_NOTE = (
+    "of GSPO and CISPO it is `clip_low` of their own sections, of DPPO "
+    "`algorithm.dppo.threshold_low`"
+)
+_CLIP_HIGH_NOTE = (
+    "of GSPO and CISPO it is `clip_high` of their own sections, of DPPO "
+    "`algorithm.dppo.threshold_high`"
+)
+_CAP_NOTE = (
+    "of GSPO it is `algorithm.gspo.clip_high`; of CISPO it is the cap itself there, and "
+    "`algorithm.cispo.clip_high=$less_one` here, whose cap is 1 more"
+)
+_LOSS_SCALE_NOTE = (
+    "its constant is `episode.max_new_tokens`. The factor between that and $value is one that "
+    "Adam takes out, but `learner.max_grad_norm` does not"
+)
+_NO_GRADIENT_NOTE = (
+    "k3 as there, but beyond a value of 10 (a reference 2.6 nats above) theirs has no gradient, "
+    "and ours has"
+)
+_ONLY_K3_NOTE = (
+    "- KL to the reference is k3's, or weighted by learner / rollout: `algorithm.reference_kl`. "
+    "As a loss, k1 has a gradient of 1 whatever the reference"
+)
+_WEIGHTED_NOTE = (
+    "the weight here is learner / rollout, at most `algorithm.reference_kl.weight_cap`, and there "
+    "learner / old without a cap"
+)
+_TRL_WEIGHTS_NOTE = (
+    'with TRL\'s default mode, "sequence_mask", whose ratio is also the weight of the answer: '
+    '`algorithm.correction.weight="sequence"`, `weight_cap=1e9`'
+)
+_TRL_CAP = (
+    "algorithm.correction.product_high=$value: "
+    f'{_TRL_WEIGHTS_NOTE}. With "token_truncate" it is `algorithm.tis.cap=$value`, with '
+    '"sequence_truncate" `algorithm.correction.weight_cap=$value`, with "token_mask" '
+    "`algorithm.correction.icepop_high=$value`"
+)
+_OFF_POLICY_NOTE = (
+    "algorithm.correction.geometric_low=$exp_minus: exp(-threshold). It leaves out answers of either "
+    "sign, and there only those of negative advantage"
+)
+_NOT_SCALED_NOTE = "- rewards are taken as they are: scale or clip them in your `reward`"
+_ADAPTIVE_NOTE = "- the coefficient is constant: `algorithm.entropy_coef`"
+
+LOSS_VALUES = {
+    # TRL's `loss_type` says what the loss is a mean over, but for cispo and sapo.
+    "grpo": 'algorithm.policy_loss="ppo" + algorithm.reduction="sequence_mean"',
+    "dapo": (
+        'algorithm.policy_loss="ppo" + algorithm.reduction="token_mean": both bounds are '
+        "`algorithm.ppo.clip_low` and `clip_high`"
+    ),
+    "bnpo": (
+        'algorithm.policy_loss="ppo" + algorithm.reduction="token_mean": over the tokens of a '
+        "minibatch, where there it is a mean of the micro-batches' means"
+    ),
+    "dr_grpo": (
+        'algorithm.policy_loss="ppo" + algorithm.reduction="sequence_mean_token_sum_norm": over '
+        '`episode.max_new_tokens`. Its advantage is another setting, `algorithm.advantage="dr_grpo"`'
+    ),
+    "cispo": (
+        'algorithm.policy_loss="cispo": a weight is at most 1 + `algorithm.cispo.clip_high`, 5 by '
+        "default. TRL's `epsilon_high` and Molt's `clip_eps_high` are that cap itself; verl's "
+        "`clip_ratio_high` is ours, and 0.2 by default"
+    ),
+    "sapo": (
+        'algorithm.policy_loss="sapo" + algorithm.reduction="sequence_mean": TRL and verl always '
+        "take that mean for it; ours is by token unless it is set"
+    ),
+    "luspo": (
+        'algorithm.policy_loss="gspo" + algorithm.reduction="sequence_mean_token_sum_norm": but '
+        "for a constant factor, `episode.max_new_tokens`"
+    ),
+    "vespo": "- sequence weights are truncated or masked, not shaped: `algorithm.correction`",
+    "gspo": (
+        'algorithm.policy_loss="gspo" + algorithm.reduction="sequence_mean": the mean of its '
+        "paper; verl, Molt, miles and AReaL take a mean of tokens by default, as ours is"
+    ),
+    # verl's `loss_mode`
+    "vanilla": (
+        'algorithm.policy_loss="ppo" + algorithm.ppo.dual_clip=3: verl\'s default `clip_ratio_c`; '
+        f"ours is off. With {_RECOMPUTED_NOTE}"
+    ),
+    "dppo_tv": (
+        'algorithm.policy_loss="dppo": `clip_ratio_low`, `clip_ratio_high` are `threshold_low`, '
+        "`threshold_high` of `algorithm.dppo`. Its ratio is truncated at `clip_ratio_c` (3 by "
+        f"default), ours is not. With {_RECOMPUTED_NOTE}"
+    ),
+    "dppo_kl": (
+        'algorithm.policy_loss="dppo": the distance here is a difference of probability '
+        "(`dppo_tv`), so thresholds do not carry over"
+    ),
+    "binary_kl": (
+        'algorithm.policy_loss="dppo": the distance here is a difference of probability '
+        "(`binary_tv`), so thresholds do not carry over"
+    ),
+    "bypass_mode": (
+        'algorithm.policy_loss="ppo" + algorithm.anchor="rollout": with `algorithm.ppo.dual_clip=3` '
+        'as there. Its `loss_type="reinforce"` is "truncated_pg"'
+    ),
+    "gpg": "- it is -A log pi without a ratio, the example of your own loss in docs/algorithms.md",
+    "clip_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
+    "kl_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
+    "geo_mean": '- the loss by the mean ratio of an answer is `algorithm.policy_loss="gspo"`',
+    "dro": "- the quadratic penalty is `algorithm.rollout_kl`, whose default estimator is k2",
+    # `loss_type` of verl's bypass mode
+    "reinforce": (
+        'algorithm.policy_loss="truncated_pg": its cap, `algorithm.truncated_pg.cap`, is the '
+        'threshold of `rollout_is="token"`'
+    ),
+    "ppo_clip": (
+        'algorithm.policy_loss="ppo" + algorithm.anchor="rollout": with `algorithm.ppo.dual_clip=3` '
+        "as there"
+    ),
+    # SkyRL's `policy_loss_type`
+    "regular": f'algorithm.policy_loss="ppo": with {_RECOMPUTED_NOTE}',
+    "dual_clip": (
+        'algorithm.policy_loss="ppo" + algorithm.ppo.dual_clip: SkyRL\'s `clip_ratio_c`, 3 by '
+        "default"
+    ),
+    "rollout_is": (
+        'algorithm.policy_loss="truncated_pg" + algorithm.correction.icepop_low=0.8 + '
+        "algorithm.correction.icepop_high=1.2: 1 - `eps_clip_low` and 1 + `eps_clip_high`"
+    ),
+    "importance_sampling": 'algorithm.policy_loss="truncated_pg": capped at 2, where there is no cap',
+    "cross_entropy": "- answers are trained on by `r3async sft`",
+    "policy_loss": "algorithm.policy_loss=\"ppo\": miles' and slime's only one",
+    "sft_loss": "- answers are trained on by `r3async sft`",
+    "custom_loss": 'algorithm.policy_loss: "module:function"',
+}
+"""Values of others' settings for the policy loss."""
+
+REDUCTION_VALUES = {
+    "token-mean": 'algorithm.reduction="token_mean"',
+    "token-sum": "- the loss is a mean, so that the learning rate does not depend on the batch",
+    "seq-mean-token-mean": 'algorithm.reduction="sequence_mean"',
+    "seq-mean-token-sum": (
+        'algorithm.reduction="sequence_mean_token_sum_norm": over `episode.max_new_tokens` as well'
+    ),
+    "seq-mean-token-sum-norm": (
+        'algorithm.reduction="sequence_mean_token_sum_norm": over `episode.max_new_tokens`, where '
+        "verl takes `loss_scale_factor`, or the padded width"
+    ),
+    "seq_mean_token_sum_norm": (
+        'algorithm.reduction="sequence_mean_token_sum_norm": over `episode.max_new_tokens`, where '
+        "SkyRL takes `max_seq_len`"
+    ),
+    "prompt-mean-token-mean": 'algorithm.reduction="prompt_mean"',
+    "token_mean_legacy": (
+        'algorithm.reduction="token_mean": of all tokens; the legacy one is a mean of the means of '
+        "micro-batches"
+    ),
+}
+"""Values of others' settings for the reduction."""
+
+ADVANTAGE_VALUES = {
+    "gae": _NO_CRITIC_NOTE,
+    "ppo": _NO_CRITIC_NOTE,
+    "reinforce++": 'algorithm.advantage="reinforce_pp"',
+    "reinforce_plus_plus": 'algorithm.advantage="reinforce_pp"',
+    "reinforce_plus_plus_baseline": 'algorithm.advantage="reinforce_pp_baseline"',
+    "reinforce": 'algorithm.advantage="reinforce_pp"',
+    "reinforce_baseline": 'algorithm.advantage="reinforce_pp_baseline"',
+    "grpo_vectorized": 'algorithm.advantage="grpo"',
+    "rloo_vectorized": 'algorithm.advantage="rloo"',
+    "gspo": 'algorithm.policy_loss="gspo" + algorithm.advantage="grpo"',
+    "on_policy_distillation": "algorithm.distillation.teacher",
+    "on_policy_distill": "algorithm.distillation.teacher",
+    "remax": "- no greedy answer is sampled as a baseline; the others are one: `rloo`",
+    "opo": '- answers count alike, whatever their lengths: `algorithm.advantage="dr_grpo"`',
+    "gpg": '- the nearest is `algorithm.advantage="dr_grpo"`, without a factor for the batch',
+    "grpo_passk": "- only the best answer has an advantage there: write it into your `reward`",
+    "gdpo": "- rewards are added, and then compared: `reward` has their weights",
+}
+"""Values of others' settings for the advantage that are no values of ours."""
+
+KL_VALUES = {
+    **dict.fromkeys(
+        ("k3", "low_var_kl"), f"algorithm.reference_kl.weighted=false: {_NO_GRADIENT_NOTE}"
+    ),
+    **dict.fromkeys(("k1", "kl", "k2", "mse", "abs", "k3+", "low_var_kl+", "full"), _ONLY_K3_NOTE),
+}
+"""Values of others' settings for the estimator of KL to the reference model."""
+
+
+def _with_values(names: tuple[str, ...], values: dict[str, str]) -> dict[str, str]:
+    return {f"{name}={value}": words for name in names for value, words in values.items()}
+
 
 EQUIVALENT_SETTINGS = {
     # the optimizer
@@ -63,6 +264,7 @@ EQUIVALENT_SETTINGS = {
     "adam_epsilon": "learner.eps",
     "max_grad_norm": "learner.max_grad_norm",
     "clip_grad": "learner.max_grad_norm",
+    "grad_clip": "learner.max_grad_norm",
     "max_norm": "learner.max_grad_norm",
     "bf16": 'learner.dtype: "bfloat16" or "float32"',
     "fp16": 'learner.dtype: "bfloat16" or "float32"',
@@ -72,7 +274,10 @@ EQUIVALENT_SETTINGS = {
     "batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
     "train_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
     "rollout_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
-    "generation_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
+    "generation_batch_size": (
+        "schedule.prompts_per_step: $value / `num_generations`, since TRL counts completions"
+    ),
+    "token_batch_size": "schedule.tokens_per_step",
     "per_device_train_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "ppo_micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
@@ -82,21 +287,29 @@ EQUIVALENT_SETTINGS = {
     "log_prob_micro_batch_size_per_gpu": (
         f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}"
     ),
+    "log_prob_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch: of all passes",
+    "ppo_infer_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch: of all passes",
     "ppo_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_microbatch": "learner.max_tokens_per_micro_batch",
     "token_budget": "learner.max_tokens_per_micro_batch",
     "use_dynamic_bsz": _PACKING_NOTE,
+    "log_prob_use_dynamic_bsz": _PACKING_NOTE,
     "use_sample_packing": _PACKING_NOTE,
     "packing": _PACKING_NOTE,
     "gradient_accumulation_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
     "grad_accum_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
     "accumulate_grad_batches": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
-    "ppo_mini_batch_size": f"schedule.minibatches_per_step: {_MINIBATCH_NOTE}",
-    "policy_mini_batch_size": f"schedule.minibatches_per_step: {_MINIBATCH_NOTE}",
-    "steps_per_generation": f"schedule.minibatches_per_step: {_MINIBATCH_NOTE}",
+    "ppo_mini_batch_size": f"schedule.minibatches_per_step: {_PROMPTS_OF_UPDATE_NOTE}",
+    "policy_mini_batch_size": f"schedule.minibatches_per_step: {_PROMPTS_OF_UPDATE_NOTE}",
+    "steps_per_generation": (
+        "schedule.minibatches_per_step: $value / `gradient_accumulation_steps`. TRL counts "
+        "micro-steps: equal, as by default, they make 1 update of a generation"
+    ),
     "num_minibatches": "schedule.minibatches_per_step",
-    "max_steps": "steps",
+    "ppo_n_minibatches": "schedule.minibatches_per_step",
+    "num_steps_per_rollout": "schedule.minibatches_per_step",
+    "max_steps": f"steps: {_COUNT_OF_UPDATES_NOTE}",
     "num_train_steps": "steps",
     "total_steps": "steps",
     "total_training_steps": "steps",
@@ -124,7 +337,9 @@ EQUIVALENT_SETTINGS = {
     "max_trajectory_age_steps": "schedule.max_staleness",
     "async_generation_ratio": "schedule.max_staleness: versions, not a share",
     # the algorithm
-    "beta": "algorithm.reference_kl.coef",
+    "beta": f"algorithm.reference_kl.coef=$value: {_WEIGHTED_NOTE}",
+    "use_bias_correction_kl": f"algorithm.reference_kl.weighted=$value: {_WEIGHTED_NOTE}",
+    "use_unbiased_kl": f"algorithm.reference_kl.weighted=$value: {_WEIGHTED_NOTE}",
     "kl_coef": (
         "algorithm.reference_kl.coef: the drift from the engine has its own, "
         "`algorithm.rollout_kl.coef`"
@@ -136,51 +351,134 @@ EQUIVALENT_SETTINGS = {
     "use_kl_in_reward": (
         "- KL is a term of the loss, never of the reward: `algorithm.reference_kl.coef`"
     ),
-    "kl_loss_type": (
-        "- KL to the reference model is always k3's, weighted: `algorithm.reference_kl.coef`"
+    "kl_loss_type": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
+    "kl_estimator_type": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
+    "kl.estimator": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
+    "kl.init_coef": "algorithm.reference_kl.coef",
+    "kl_estimator": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
+    **_with_values(
+        ("kl_loss_type", "kl_estimator_type", "kl_estimator", "kl.estimator"), KL_VALUES
     ),
+    "kl_ctl": "algorithm.reference_kl.coef: in the loss, not in the reward",
+    "sync_ref_model": "- the reference is always the start model",
     "coef_min": (
         "algorithm.rollout_kl.coef: the adapted coefficient never falls below where it starts"
     ),
     "target_kl": "algorithm.rollout_kl.target",
     "kl_target": "algorithm.rollout_kl.target",
-    "clip_range": (
-        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    **dict.fromkeys(
+        ("clip_range", "clip_ratio", "cliprange", "epsilon", "eps_clip"),
+        "algorithm.ppo.clip_low=$value + algorithm.ppo.clip_high=$value: with "
+        '`algorithm.policy_loss="ppo"`. GSPO, CISPO and DPPO have their own sections',
     ),
-    "clip_ratio": (
-        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    **dict.fromkeys(
+        ("epsilon_low", "clip_ratio_low", "eps_clip_low"),
+        f"algorithm.ppo.clip_low=$value: {_CLIP_LOW_NOTE}",
     ),
-    "cliprange": (
-        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    **dict.fromkeys(
+        ("clip_ratio_high", "eps_clip_high", "eps_clip_higher"),
+        f"algorithm.ppo.clip_high=$value: {_CLIP_HIGH_NOTE}",
     ),
-    "epsilon": (
-        'algorithm.ppo.clip_low + algorithm.ppo.clip_high: with `algorithm.policy_loss="ppo"`'
+    "epsilon_high": f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}",
+    "clip_eps_high": f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}",
+    "eps_clip_low_high": (
+        "algorithm.ppo.clip_low + algorithm.ppo.clip_high: of CISPO the second number is the cap "
+        "itself there, and `algorithm.cispo.clip_high` is 1 less"
     ),
-    "epsilon_low": "algorithm.ppo.clip_low",
-    "clip_ratio_low": "algorithm.ppo.clip_low",
-    "eps_clip_low": "algorithm.ppo.clip_low",
-    "epsilon_high": "algorithm.ppo.clip_high",
-    "clip_ratio_high": "algorithm.ppo.clip_high",
-    "eps_clip_high": "algorithm.ppo.clip_high",
-    "clip_ratio_c": "algorithm.ppo.dual_clip",
-    "delta": "algorithm.ppo.dual_clip",
+    "clip_ratio_c": "algorithm.ppo.dual_clip=$value: off by default, where verl and SkyRL have 3",
+    "eps_clip_c": "algorithm.ppo.dual_clip=$value: miles reads it, and uses it for nothing",
+    "c_clip": "algorithm.ppo.dual_clip=$value",
+    "dual_clip": "algorithm.ppo.dual_clip=$value",
+    "delta": "algorithm.ppo.dual_clip=$value",
+    "delta_low": 'algorithm.dppo.threshold_low=$value: with `dppo_type="binary_tv"`',
+    "delta_high": 'algorithm.dppo.threshold_high=$value: with `dppo_type="binary_tv"`',
+    "dppo_type=binary_tv": 'algorithm.policy_loss="dppo"',
+    "dppo_type": LOSS_VALUES["binary_kl"],
+    "cispo_eps_clip_low": "algorithm.cispo.clip_low=$value",
+    "cispo_eps_clip_high": "algorithm.cispo.clip_high=$value",
+    "cispo_anchor": 'algorithm.anchor: "recomputed" for "old", which is SkyRL\'s default',
+    "cispo_anchor=old": 'algorithm.anchor="recomputed"',
+    "cispo_anchor=rollout": 'algorithm.anchor="rollout"',
     "entropy_coeff": "algorithm.entropy_coef",
     "ent_coef": "algorithm.entropy_coef",
+    "entropy_coef": "algorithm.entropy_coef",
+    "entropy_loss_coef": "algorithm.entropy_coef",
+    "use_entropy_loss": "algorithm.entropy_coef: 0 is none; SkyRL's is 0.01 when it is on",
+    "use_adaptive_entropy": _ADAPTIVE_NOTE,
+    "entropy_target": _ADAPTIVE_NOTE,
+    "entropy_coef_delta": _ADAPTIVE_NOTE,
+    "top_entropy_quantile": "- tokens are not chosen by their entropy; all are trained",
     "loss_type": "algorithm.policy_loss: what it is a mean over is `algorithm.reduction`",
     "policy_loss_type": "algorithm.policy_loss",
     "loss_mode": "algorithm.policy_loss",
+    **_with_values(("loss_type", "loss_mode", "policy_loss_type", "policy_loss"), LOSS_VALUES),
     "loss_agg_mode": 'algorithm.reduction: "token_mean", "sequence_mean" and others',
+    **_with_values(("loss_agg_mode", "loss_reduction", "reduction"), REDUCTION_VALUES),
+    "loss_scale_factor": (
+        f'algorithm.reduction="sequence_mean_token_sum_norm": {_LOSS_SCALE_NOTE}'
+    ),
+    "algorithm.max_seq_len": (
+        f'algorithm.reduction="sequence_mean_token_sum_norm": {_LOSS_SCALE_NOTE}'
+    ),
+    "calculate_per_token_loss": 'algorithm.reduction="token_mean": "sequence_mean" if it is false',
     "loss_reduction": "algorithm.reduction",
     "importance_sampling_level": 'algorithm.policy_loss: "gspo" is by sequence',
+    "importance_sampling_level=sequence": LOSS_VALUES["gspo"],
+    "importance_sampling_level=token": '- every `algorithm.policy_loss` but "gspo" is by token',
     "adv_estimator": "algorithm.advantage",
     "advantage_estimator": "algorithm.advantage",
+    **_with_values(
+        ("adv_estimator", "advantage_estimator", "advantage.estimator", "advantage"),
+        ADVANTAGE_VALUES,
+    ),
     "scale_rewards": "algorithm.normalize_std: true or false",
+    **dict.fromkeys(("scale_rewards=none", "scale_rewards=false"), "algorithm.normalize_std=false"),
+    "scale_rewards=batch": (
+        'algorithm.advantage="reinforce_pp_baseline": the group\'s mean, then mean and deviation '
+        "of the batch's tokens; TRL's deviation is of the batch's scores"
+    ),
+    "multi_objective_aggregation": "- rewards are added by their weights, and then compared",
+    "reward_norm": "algorithm.advantage: AReaL's default, none, has no baseline at all",
+    "adv_norm": 'algorithm.advantage: "reinforce_pp" and "reinforce_pp_baseline" scale by the batch',
+    "advantage_batch_normalize": (
+        'algorithm.advantage="reinforce_pp_baseline": after the group\'s mean'
+    ),
+    "normalize_advantages": (
+        'algorithm.advantage="reinforce_pp_baseline": after the group\'s mean'
+    ),
+    "reward_scaling": _NOT_SCALED_NOTE,
+    "reward_bias": _NOT_SCALED_NOTE,
+    "reward_clip": _NOT_SCALED_NOTE,
+    "reward.clip_range": _NOT_SCALED_NOTE,
     "norm_adv_by_std_in_grpo": "algorithm.normalize_std",
     "grpo_norm_by_std": "algorithm.normalize_std",
+    "disable_grpo_std_normalization": "algorithm.normalize_std=false",
     "mask_truncated_completions": "algorithm.overlong_filter",
     "overlong_filtering": "algorithm.overlong_filter",
     "apply_overlong_filtering": "algorithm.overlong_filter",
+    "mask_no_eos_with_zero": "algorithm.overlong_filter",
+    "zero_reward_on_non_stop": (
+        "algorithm.overlong_filter: leaves cut answers out; a reward of 0 is your `reward`'s to give"
+    ),
     "overlong_buffer.len": "algorithm.overlong_penalty.buffer",
+    "overlong_buffer.enable": "algorithm.overlong_penalty.buffer: 0 is none",
+    "overlong_buffer.penalty_factor": (
+        "algorithm.overlong_penalty.factor: longer answers than the maximum stay at it"
+    ),
+    "overlong_tokens": "algorithm.overlong_penalty.buffer",
+    "overlong_penalty_factor": (
+        "algorithm.overlong_penalty.factor: longer answers than the maximum stay at it"
+    ),
+    "zero_variance_filter": "algorithm.filter_zero_variance",
+    "zero_variance_filter_tol": (
+        "- scores are equal within 5e-7 of the largest, which is rounding: "
+        "`algorithm.filter_zero_variance`"
+    ),
+    "dynamic_filtering_enable": (
+        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    ),
+    "max_num_gen_batches": "schedule.replaced_groups: groups, not batches",
+    "max_sample_batches": "schedule.replaced_groups: groups, not batches",
     "filter_groups.enable": (
         "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
     ),
@@ -191,8 +489,13 @@ EQUIVALENT_SETTINGS = {
     "dynamic_sampling.type": (
         "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
     ),
-    "sapo_temperature_pos": "algorithm.sapo.tau_positive",
-    "sapo_temperature_neg": "algorithm.sapo.tau_negative",
+    **dict.fromkeys(
+        ("sapo_temperature_pos", "tau_pos", "sapo_tau_pos"), "algorithm.sapo.tau_positive"
+    ),
+    **dict.fromkeys(
+        ("sapo_temperature_neg", "tau_neg", "sapo_tau_neg"), "algorithm.sapo.tau_negative"
+    ),
+    "use_sapo_loss": 'algorithm.policy_loss="sapo"',
     "num_iterations": "schedule.epochs_per_step",
     "ppo_epochs": "schedule.epochs_per_step",
     "update_epochs_per_batch": "schedule.epochs_per_step",
@@ -200,10 +503,127 @@ EQUIVALENT_SETTINGS = {
         'algorithm.truncated_pg.cap: the loss that was "tis" is "truncated_pg", and '
         '"tis" is now Yao\'s'
     ),
-    "tis_imp_ratio_cap": 'algorithm.tis.cap: with algorithm.policy_loss="tis"',
-    "vllm_importance_sampling_cap": 'algorithm.tis.cap: with algorithm.policy_loss="tis"',
-    "rollout_is": 'algorithm.correction.weight: "token" or "sequence"',
-    "rollout_is_threshold": "algorithm.correction.weight_cap",
+    **dict.fromkeys(
+        ("tis_imp_ratio_cap", "token_tis_ratio_clip_high", "tis_clip"),
+        'algorithm.tis.cap=$value: with `algorithm.policy_loss="tis"`',
+    ),
+    "tis_clip_low": "- weights have a cap, and no lower bound: `algorithm.tis.cap`",
+    "use_tis": 'algorithm.policy_loss="tis": cap 2, as there',
+    "tis_ratio_type": 'algorithm.policy_loss="tis": by token',
+    "tis_ratio_type=sequence": (
+        'algorithm.correction.weight="sequence": `weight_cap` is 2, and 5 there by default. With '
+        '`policy_loss="ppo"` and both anchors "recomputed"'
+    ),
+    "sequence_tis_ratio_clip_high": "algorithm.correction.weight_cap=$value",
+    "vllm_importance_sampling_correction": (
+        'algorithm.correction.weight="sequence" + algorithm.correction.product_high=3: what TRL '
+        'does by default, with `weight_cap=1e9`, `policy_loss="ppo"` and both anchors '
+        '"recomputed". `policy_loss="tis"` is the mode "token_truncate"'
+    ),
+    "vllm_importance_sampling_correction=false": 'algorithm.correction.weight="none"',
+    "vllm_importance_sampling_mode": f"algorithm.correction.weight: {_TRL_WEIGHTS_NOTE}",
+    "vllm_importance_sampling_mode=token_truncate": (
+        'algorithm.policy_loss="tis" + algorithm.tis.cap: 2 by default, and 3 there'
+    ),
+    "vllm_importance_sampling_mode=token_mask": (
+        'algorithm.correction.weight="token" + algorithm.correction.icepop_high: 3 there by '
+        "default. The ratio is also the weight, so with `weight_cap=1e9`"
+    ),
+    "vllm_importance_sampling_mode=sequence_truncate": (
+        'algorithm.correction.weight="sequence" + algorithm.correction.weight_cap: 2 by default, '
+        "and 3 there"
+    ),
+    "vllm_importance_sampling_mode=sequence_mask": (
+        'algorithm.correction.weight="sequence" + algorithm.correction.product_high: 3 there by '
+        "default. The ratio is also the weight, so with `weight_cap=1e9`"
+    ),
+    "vllm_importance_sampling_clip_max": _TRL_CAP,
+    "vllm_importance_sampling_cap": _TRL_CAP,
+    "vllm_importance_sampling_clip_min": (
+        f'algorithm.correction.product_low=$value: {_TRL_WEIGHTS_NOTE}. With "token_mask" it is '
+        "`algorithm.correction.icepop_low=$value`; truncated weights have no lower bound"
+    ),
+    "off_policy_mask_threshold": _OFF_POLICY_NOTE,
+    "opsm_delta": _OFF_POLICY_NOTE,
+    "use_opsm": "algorithm.correction.geometric_low: for answers of either sign",
+    "rollout_is": (
+        'algorithm.correction.weight="$value": with `algorithm.policy_loss="ppo"` and both anchors '
+        '"recomputed"'
+    ),
+    "rollout_is=null": 'algorithm.correction.weight="none"',
+    "rollout_is=none": 'algorithm.correction.weight="none"',
+    "rollout_is_threshold": (
+        'algorithm.correction.weight_cap=$high: a band such as "0.5_2.0" also leaves tokens out, '
+        "here `icepop_low` and `icepop_high` of `algorithm.correction`, beside the weight"
+    ),
+    "rollout_is_batch_normalize": "- weights are truncated, not normalised",
+    "rollout_rs": (
+        "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
+        '"seq_mean_k1"; of "seq_sum_k1" product_low and product_high. Bounds are reciprocals'
+    ),
+    "rollout_rs=seq_mean_k1": (
+        "algorithm.correction.geometric_low + algorithm.correction.geometric_high: the reciprocals "
+        'of the bounds there, exchanged: "0.8_1.6" is 0.625 and 1.25. With '
+        f"{_OLD_RATIO_NOTE}"
+    ),
+    "rollout_rs=seq_sum_k1": (
+        "algorithm.correction.product_low + algorithm.correction.product_high: the reciprocals of "
+        'the bounds there, exchanged: "0.2_2.0" is 0.5 and 5. With '
+        f"{_OLD_RATIO_NOTE}"
+    ),
+    "rollout_rs=token_k1": (
+        "algorithm.correction.icepop_low + algorithm.correction.icepop_high: the reciprocals of the "
+        'bounds there, exchanged: "0.2_2.0" is 0.5 and 5. With '
+        f"{_OLD_RATIO_NOTE}"
+    ),
+    "rollout_rs=seq_max_k3": (
+        f"algorithm.correction.max_token_kl: the same bound, with {_OLD_RATIO_NOTE}"
+    ),
+    "rollout_rs_threshold": (
+        "algorithm.correction.geometric_low=$reciprocal_low + "
+        "algorithm.correction.geometric_high=$reciprocal_high: the reciprocals, exchanged, since "
+        'verl bounds rollout / old. So with "seq_mean_k1"; "seq_sum_k1" has product_low and '
+        'product_high, "token_k1" icepop_low and icepop_high; "seq_max_k3" has the same bound as '
+        "`max_token_kl`"
+    ),
+    "bypass_mode": 'algorithm.anchor: "rollout" if it is true, which is the default here',
+    "bypass_mode=true": 'algorithm.anchor="rollout": the default',
+    "bypass_mode=false": 'algorithm.anchor="recomputed"',
+    "use_rollout_logprobs": 'algorithm.anchor="rollout": the default',
+    "recompute_logprob": 'algorithm.anchor="recomputed"',
+    "use_decoupled_loss": (
+        'algorithm.policy_loss="decoupled_ppo": cap 5 on the weight; AReaL\'s default leaves '
+        f"tokens out above 5, which is `algorithm.correction.icepop_high=5`, {_OLD_RATIO_NOTE}"
+    ),
+    "behav_imp_weight_cap": "algorithm.decoupled_ppo.behaviour_cap=$value",
+    "behave_imp_weight_cap": "algorithm.decoupled_ppo.behaviour_cap=$value",
+    "rejection_sampling.upper": (
+        f'algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}, for `action="mask"`; of '
+        '"clamp" it is `algorithm.decoupled_ppo.behaviour_cap=$value`'
+    ),
+    "rejection_sampling.lower": "algorithm.correction.icepop_low=$value",
+    "rejection_sampling": "algorithm.correction.icepop_high: 5 is the default there",
+    "sequence_mask_metric": (
+        "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
+        '"geometric"; of "product" product_low and product_high'
+    ),
+    "geo_mask_low": f"algorithm.correction.geometric_low=$value: with {_OLD_RATIO_NOTE}",
+    "geo_mask_high": f"algorithm.correction.geometric_high=$value: with {_OLD_RATIO_NOTE}",
+    "product_mask_low": f"algorithm.correction.product_low=$value: with {_OLD_RATIO_NOTE}",
+    "product_mask_high": f"algorithm.correction.product_high=$value: with {_OLD_RATIO_NOTE}",
+    "token_mask_is_threshold_low": f"algorithm.correction.icepop_low=$value: with {_OLD_RATIO_NOTE}",
+    "token_mask_is_threshold_high": f"algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}",
+    "is_correction_level": (
+        'algorithm.correction.icepop_low + algorithm.correction.icepop_high: by token; "seq" has '
+        'product_low and product_high, "geo" geometric_low and geometric_high'
+    ),
+    "is_correction_threshold": (
+        'algorithm.correction.icepop_low + algorithm.correction.icepop_high: by token; "seq" has '
+        'product_low and product_high, "geo" geometric_low and geometric_high'
+    ),
+    "is_correction_mode": (
+        'algorithm.correction.icepop_high: of "mask"; "trunc" is `algorithm.policy_loss="tis"`'
+    ),
     "router_aux_loss_coef": "algorithm.router_aux.coef",
     "moe_aux_loss_coeff": "algorithm.router_aux.coef",
     "router_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
@@ -213,7 +633,9 @@ EQUIVALENT_SETTINGS = {
     "enable_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     "use_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     "gamma": "- rewards are not discounted: how they are credited is `algorithm.credit`",
+    "discount": "- rewards are not discounted: how they are credited is `algorithm.credit`",
     "lam": _NO_CRITIC_NOTE,
+    "lambd": _NO_CRITIC_NOTE,
     "gae_lambda": _NO_CRITIC_NOTE,
     "vf_coef": _NO_CRITIC_NOTE,
     "critic": _NO_CRITIC_NOTE,
@@ -276,6 +698,9 @@ EQUIVALENT_SETTINGS = {
     "colocate_all": (
         "- learner and engines are processes of their own: `generator.count` and "
         "`learner.parallel` divide the GPUs"
+    ),
+    "rollout.n_gpus_per_node": (
+        "generator.count: engines, so $value / `tensor_model_parallel_size`"
     ),
     "n_gpus_per_node": (
         "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes"
@@ -402,7 +827,7 @@ EQUIVALENT_SETTINGS = {
     "report_to": 'log.to: a list, as ["wandb"]',
     "logger": 'log.to: a list, as ["wandb"]',
     "log_with": 'log.to: a list, as ["wandb"]',
-    "save_steps": "checkpoint.every_steps",
+    "save_steps": f"checkpoint.every_steps: {_COUNT_OF_UPDATES_NOTE}",
     "save_freq": "checkpoint.every_steps",
     "save_interval": "checkpoint.every_steps",
     "ckpt_interval": "checkpoint.every_steps",
@@ -412,7 +837,8 @@ EQUIVALENT_SETTINGS = {
     "resume_from_checkpoint": "resume",
     "resume_mode": "resume",
     "resume_step": "resume",
-    "eval_steps": "evaluation.every_steps",
+    "eval_steps": f"evaluation.every_steps: {_COUNT_OF_UPDATES_NOTE}",
+    "num_generations_eval": "evaluation.samples_per_task",
     "test_freq": "evaluation.every_steps",
     "eval_interval": "evaluation.every_steps",
     "eval.interval": "evaluation.every_steps",
@@ -422,10 +848,10 @@ EQUIVALENT_SETTINGS = {
     "logging_steps": "- every step is logged, in runs/NAME/metrics.jsonl",
 }
 """Equivalents of the settings of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl,
-AReaL, slime, miles, NeMo RL, ART and ROLL."""
+AReaL, slime, miles, Molt, NeMo RL, ART and ROLL."""
 
 TARGET_SETTINGS = frozenset(
-    setting
+    setting.partition("=")[0]
     for words in EQUIVALENT_SETTINGS.values()
     if not words.startswith("- ")
     for setting in words.partition(":")[0].split(" + ")
@@ -433,9 +859,9 @@ TARGET_SETTINGS = frozenset(
 """Settings of r3async that the table names."""
 
 
-def find_equivalent_setting(name: str, *, sections: bool = True) -> str:
-    """Return the text on what to set instead of another trainer's dotted `name`; "" if no trainer
-    is known to have it.
+def find_equivalent_setting(name: str, value: object = None, *, sections: bool = True) -> str:
+    """Return the text on what to set instead of another trainer's dotted `name` = `value`; "" if no
+    trainer is known to have it.
 
     Args:
         sections: A section in the name counts too, as it does unless the name begins with a
@@ -444,16 +870,59 @@ def find_equivalent_setting(name: str, *, sections: bool = True) -> str:
     parts = name.split(".")
     for stop in range(len(parts), 0 if sections else len(parts) - 1, -1):
         for start in range(stop):
-            words = EQUIVALENT_SETTINGS.get(".".join(parts[start:stop]))
+            end = ".".join(parts[start:stop])
+            words = EQUIVALENT_SETTINGS.get(f"{end}={_spell_value(value)}")
+            if words is None or stop < len(parts):
+                words = EQUIVALENT_SETTINGS.get(end)
             if words is not None:
-                return _format_equivalent(words)
+                return _format_equivalent(Template(words).substitute(_spell_numbers(name, value)))
     return ""
+
+
+def find_equivalent_value(name: str, value: object) -> str:
+    """Return the text on what to set instead of another trainer's `value` of a setting of ours; ""
+    if no trainer is known to have it."""
+    words = EQUIVALENT_SETTINGS.get(f"{name.rpartition('.')[2]}={_spell_value(value)}")
+    return "" if words is None else _format_equivalent(words)
+
+
+def _spell_value(value: object) -> str:
+    """Return a value as tables have it: YAML's True, and TOML's true, are "true"."""
+    return str(value).lower()
+
+
+def _spell_numbers(name: str, value: object) -> dict[str, str]:
+    """Return what the words of an answer about `name` = `value` stand for: numbers that follow from
+    `value`, or, if it is no number, how to compute them. "LOW_HIGH" is verl's notation of a band,
+    whose lower bound is 1 / HIGH if it is one number."""
+    own = f"`{name.rpartition('.')[2]}`"
+    is_plain = isinstance(value, str | int | float)
+    words = {
+        "value": _spell_value(value) if is_plain else own,
+        "high": own,
+        "less_one": f"{own} - 1",
+        "exp_minus": f"exp(-{own})",
+        "reciprocal_low": "1 / HIGH",
+        "reciprocal_high": "1 / LOW",
+    }
+    try:
+        *lower, high = [float(part) for part in _spell_value(value).split("_")]
+        numbers = {
+            "high": high,
+            "exp_minus": math.exp(-high),
+            "reciprocal_low": 1 / high,
+            "reciprocal_high": 1 / lower[0] if lower else high,
+        }
+    except (ValueError, ArithmeticError):
+        return words
+    if high > 1:  # below, it is no cap
+        numbers["less_one"] = high - 1
+    return words | {word: f"{number:.6g}" for word, number in numbers.items()}
 
 
 def _format_equivalent(words: str) -> str:
     if words.startswith("- "):
         return f"there is none here; {words[2:]}"
     settings, colon, more = words.partition(":")
-    return f"here it is {' and '.join(f'`{s}`' for s in settings.split(' + '))}" + (
-        f" ({more.strip()})" if colon else ""
-    )
+    named = " and ".join(f"`{setting}`" for setting in settings.split(" + "))
+    return f"here it is {named}" + (f" ({more.strip()})" if colon else "")

@@ -31,6 +31,8 @@ from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
 from r3async.data.tokens import Sample, Trajectory, Turn
 
 STD_EPS = 1e-3
+"""What is added to the standard deviation of scores, as a share of the largest. So rewards of 0..1
+and the same times 0.001 have the same advantages, and near-ties are damped at any scale."""
 SCORE_RESOLUTION = 4 * float(np.finfo(np.float32).eps)
 """The relative difference up to which scores are equal, as a share of the largest. Rewards are
 stored as float32, and sums of the same rewards in another order (0.1 + 0.2, 0.3) differ by
@@ -331,14 +333,15 @@ def compute_baseline_and_scale(
 
     | name                                | `b_i`                | `c`                 | source                             |
     |-------------------------------------|----------------------|---------------------|------------------------------------|
-    | `grpo`                              | mean(r)              | 1 / (std(r) + 1e-3) | arXiv 2402.03300, section 4.1.2    |
+    | `grpo`                              | mean(r)              | 1 / (std(r) + eps)  | arXiv 2402.03300, section 4.1.2    |
     | `dr_grpo`; `grpo` if not `normalize_std` | mean(r)         | 1                   | arXiv 2503.20783                   |
     | `rloo`                              | mean of the others' r | 1                  | arXiv 2402.14740                   |
     | `maxrl`, for `r >= 0`               | mean(r)              | 1 / mean(r)         | arXiv 2602.02710                   |
     | `reinforce_pp_baseline`             | mean(r)              | 1, then batch       | arXiv 2501.03262, "w/ Baseline"    |
     | `reinforce_pp`                      | 0                    | 1, then batch       | arXiv 2501.03262                   |
 
-    std has n - 1 in the denominator. "Then batch": the mean of the advantages of all trained tokens
+    std has n - 1 in the denominator, and eps is `STD_EPS` times the largest |r|: advantages do not
+    depend on the scale of rewards. "Then batch": the mean of the advantages of all trained tokens
     of the step is subtracted from them, and they are divided by their standard deviation
     (`standardize_advantages`).
 
@@ -357,7 +360,9 @@ def compute_baseline_and_scale(
         return (values.sum() - values) / (n - 1), 1.0
     mean = np.full(n, values.mean())
     if estimator == "grpo":
-        return mean, float(1 / (values.std(ddof=1) + STD_EPS)) if normalize_std else 1.0
+        if not normalize_std:
+            return mean, 1.0
+        return mean, float(1 / (values.std(ddof=1) + STD_EPS * np.abs(values).max()))
     if estimator == "maxrl":
         if values.min() < 0:
             raise ValueError(

@@ -246,8 +246,8 @@ def test_the_words_of_other_trainers_are_those_that_errors_translate():
     assert len(rows) > 20
     for ours, *theirs in rows:
         setting = ours.strip("`")
-        for word in (word.strip("`") for word in theirs if word):
+        for word in (re.match("`(.+?)`", cell)[1] for cell in theirs if cell):  # a note's number may follow
             if word == setting:
                 continue
-            with pytest.raises(ConfigError, match=re.escape(f"`{setting}`")):
+            with pytest.raises(ConfigError, match=f"`{re.escape(setting)}[=`]"):
                 load_config("math", [f"{word}=1"])

@@ -60,7 +60,7 @@ def by_hand(name: str, scores: list[float], *, normalize_std: bool = True) -> li
         return [0.0] * n
     mean = total / n
     if name == "grpo" and normalize_std:
-        return [(r - mean) / (statistics.stdev(scores) + 1e-3) for r in scores]
+        return [(r - mean) / (statistics.stdev(scores) + 1e-3 * max(map(abs, scores))) for r in scores]
     if name == "rloo":
         return [r - (total - r) / (n - 1) for r in scores]
     if name == "maxrl":
@@ -129,12 +129,30 @@ def test_credit_by_token_is_the_reward_from_there_on(name, stepwise):
             other, own, earned = to_go[1 - i][start], to_go[i][start], to_go[i][t]
             mean = (own + other) / 2
             base = {"rloo": other, "reinforce_pp": 0}.get(name, mean)
-            scale = {"grpo": statistics.stdev([own, other]) + 1e-3, "maxrl": mean}.get(name, 1)
+            eps = 1e-3 * max(own, other)
+            scale = {"grpo": statistics.stdev([own, other]) + eps, "maxrl": mean}.get(name, 1)
             row.append((earned - base) / scale)
         want.append(row)
     want = standardized(want) if name.startswith("reinforce") else want
     got = [x for s in advantages([[a, b]], algorithm(advantage=name, credit="token")) for x in s]
     assert got == pytest.approx([x for v in want for x in v], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"])
+def test_advantages_that_are_scaled_do_not_depend_on_the_scale_of_rewards(name):
+    def of(scale: float) -> list[float]:
+        group = [episode(i, [scale * reward]) for i, reward in enumerate([0.25, 0.5, 0.75, 1.0])]
+        return [x for sample in advantages([group], algorithm(advantage=name)) for x in sample]
+
+    for scale in (1e-6, 1e-3, 1e3):
+        assert of(scale) == pytest.approx(of(1.0), rel=1e-5)
+
+
+def test_near_ties_are_damped_at_any_scale():
+    for largest in (1e-3, 1.0, 1e3):
+        group = [episode(0, [largest]), episode(1, [largest * (1 - 1e-5)])]
+        first, *_ = advantages([group], algorithm())[0]
+        assert 0 < first < 0.01
 
 
 @pytest.mark.parametrize("credit", ["turn", "trajectory", "token"])

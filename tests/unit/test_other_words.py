@@ -25,15 +25,17 @@ def test_every_setting_that_is_named_exists():
             operator.attrgetter(setting)(Config())
 
 
-@pytest.mark.parametrize("name", sorted(EQUIVALENT_SETTINGS))
-def test_every_word_is_answered_wherever_it_stands(name):
+@pytest.mark.parametrize("word", sorted(EQUIVALENT_SETTINGS))
+def test_every_word_is_answered_wherever_it_stands(word):
+    name, _, value = word.partition("=")
     for prefix in ("", "actor_rollout_ref.actor.", "trainer."):
-        assert find_equivalent_setting(f"{prefix}{name}") != ""
+        assert find_equivalent_setting(f"{prefix}{name}", value) != ""
+        assert "$" not in find_equivalent_setting(f"{prefix}{name}", value)
     if name.partition(".")[0] in Config.__struct_fields__:
         return  # a key of a section of ours, which has its own error
     with pytest.raises(ConfigError, match="unknown key") as caught:
-        load_config("quickstart", {name: 3})
-    assert find_equivalent_setting(name) in str(caught.value)
+        load_config("quickstart", {name: value or 3})
+    assert find_equivalent_setting(name, value or 3) in str(caught.value)
 
 
 def test_the_longest_end_of_a_name_counts():
@@ -64,6 +66,78 @@ def test_settings_for_rows_rewards_and_adapters_are_answered(name, setting):
     with pytest.raises(ConfigError, match="unknown key") as caught:
         load_config("quickstart", {name: 3})
     assert setting in str(caught.value)
+
+
+PASTED = {
+    # TRL 1.16.0
+    "loss_type=cispo": '`algorithm.policy_loss="cispo"` .*1 \\+ `algorithm.cispo.clip_high`, 5 by default',
+    "loss_type=dr_grpo": '`algorithm.policy_loss="ppo"` and `algorithm.reduction="sequence_mean_token_sum_norm"`',
+    "loss_type=grpo": '`algorithm.policy_loss="ppo"` and `algorithm.reduction="sequence_mean"`',
+    "loss_type=luspo": '`algorithm.policy_loss="gspo"` and `algorithm.reduction="sequence_mean_token_sum_norm"`',
+    "scale_rewards=False": "here it is `algorithm.normalize_std=false`$",
+    "importance_sampling_level=sequence": '`algorithm.policy_loss="gspo"` and `algorithm.reduction="sequence_mean"`',
+    "epsilon_high=5.0": "`algorithm.ppo.clip_high=5.0` .*`algorithm.cispo.clip_high=4` here",
+    "steps_per_generation=8": "`schedule.minibatches_per_step` .8 / `gradient_accumulation_steps`",
+    "generation_batch_size=64": "`schedule.prompts_per_step` .64 / `num_generations`",
+    "max_steps=1000": "`steps` .TRL counts updates",
+    "use_bias_correction_kl=True": "`algorithm.reference_kl.weighted=true` .*at most `algorithm.reference_kl.weight_cap`",
+    "vllm_importance_sampling_correction=true": '`algorithm.correction.weight="sequence"` and .*product_high=3`',
+    "vllm_importance_sampling_mode=token_truncate": '`algorithm.policy_loss="tis"` and `algorithm.tis.cap` .2 by default, and 3',
+    "vllm_importance_sampling_clip_max=2.5": "`algorithm.correction.product_high=2.5` .*`algorithm.tis.cap=2.5`",
+    "vllm_importance_sampling_cap=2": "`algorithm.correction.product_high=2` .*`algorithm.tis.cap=2`",
+    "off_policy_mask_threshold=0.5": "`algorithm.correction.geometric_low=0.606531`",
+    # verl 0.9.1
+    "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv": '`algorithm.policy_loss="dppo"` .*`algorithm.anchor="recomputed"`',
+    "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": '`algorithm.policy_loss="ppo"` and `algorithm.ppo.dual_clip=3`',
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean": '`algorithm.reduction="sequence_mean"`$',
+    "actor_rollout_ref.actor.loss_scale_factor=8192": '`algorithm.reduction="sequence_mean_token_sum_norm"` .*8192',
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl": "`algorithm.reference_kl.weighted=false` .*value of 10",
+    "actor_rollout_ref.actor.kl_loss_type=k1": "none here; .*a gradient of 1",
+    "actor_rollout_ref.actor.grad_clip=1.0": "`learner.max_grad_norm`",
+    "actor_rollout_ref.actor.tau_neg=1.05": "`algorithm.sapo.tau_negative`",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=16384": "`learner.max_tokens_per_micro_batch`",
+    "algorithm.rollout_correction.rollout_rs=seq_sum_k1": '`algorithm.correction.product_low` and .*"0.2_2.0" is 0.5 and 5',
+    "algorithm.rollout_correction.rollout_rs_threshold=0.8_1.6": "geometric_low=0.625` and .*geometric_high=1.25`",
+    "algorithm.rollout_correction.rollout_rs_threshold=1.25": "geometric_low=0.8` and .*geometric_high=1.25`",
+    "algorithm.rollout_correction.rollout_is_threshold=0.5_2.0": "`algorithm.correction.weight_cap=2` .*`icepop_low`",
+    "algorithm.rollout_correction.bypass_mode=false": '`algorithm.anchor="recomputed"`',
+    "algorithm.rollout_correction.loss_type=reinforce": '`algorithm.policy_loss="truncated_pg"`',
+    "algorithm.adv_estimator=reinforce_plus_plus": '`algorithm.advantage="reinforce_pp"`',
+    "algorithm.adv_estimator=gae": "there is no critic",
+    # SkyRL 0.4.0
+    "trainer.algorithm.zero_variance_filter=true": "`algorithm.filter_zero_variance`",
+    "trainer.algorithm.entropy_loss_coef=0.01": "`algorithm.entropy_coef`",
+    "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence": '`algorithm.correction.weight="sequence"`',
+    "trainer.algorithm.off_policy_correction.geo_mask_low=0.99": "`algorithm.correction.geometric_low=0.99`",
+    "trainer.algorithm.cispo.cispo_eps_clip_high=4.0": "`algorithm.cispo.clip_high=4.0`",
+    "trainer.algorithm.dppo.delta_high=0.2": "`algorithm.dppo.threshold_high=0.2`",
+    # AReaL 1.0.4, miles 0.0.2
+    "actor.eps_clip=0.2": "`algorithm.ppo.clip_low=0.2` and `algorithm.ppo.clip_high=0.2`",
+    "actor.ppo_n_minibatches=4": "`schedule.minibatches_per_step`",
+    "tis_clip=2.0": "`algorithm.tis.cap=2.0`",
+    "use_tis=true": '`algorithm.policy_loss="tis"`',
+    # a value of theirs for a setting of ours
+    "algorithm.policy_loss=dppo_tv": 'no such loss; here it is `algorithm.policy_loss="dppo"`',
+    "algorithm.reduction=seq-mean-token-mean": 'here it is `algorithm.reduction="sequence_mean"`',
+    "algorithm.advantage=reinforce++": 'here it is `algorithm.advantage="reinforce_pp"`',
+}
+
+
+@pytest.mark.parametrize("pasted", PASTED)
+def test_a_pasted_setting_is_answered_with_what_its_value_means(pasted):
+    with pytest.raises(ConfigError, match=PASTED[pasted]):
+        load_config("quickstart", [pasted])
+
+
+def test_what_the_answers_say_in_numbers_is_a_configuration():
+    """Settings with values that answers about TRL's and verl's importance weights name, together."""
+    both = {"algorithm.anchor": "recomputed", "algorithm.correction.anchor": "recomputed"}
+    sequence_mask = {"correction.weight": "sequence", "correction.weight_cap": 1e9, "correction.product_high": 3}
+    bounds = {"correction.geometric_low": 0.625, "correction.geometric_high": 1.25, "policy_loss": "ppo"}
+    for settings in (sequence_mask, bounds):
+        read = load_config("quickstart", both | {f"algorithm.{key}": value for key, value in settings.items()})
+        for key, value in settings.items():
+            assert operator.attrgetter(key)(read.algorithm) == value
 
 
 RENAMED = {

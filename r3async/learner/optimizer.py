@@ -49,6 +49,21 @@ class OptimizerUpdate:
     served_drift_estimate: float | None = None
 
 
+@dataclass(frozen=True)
+class AdamSettings:
+    """Settings of AdamW for the next steps, in place of the configuration's.
+
+    Attributes:
+        max_grad_norm: Gradients are clipped to this norm; infinite: they are not.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
 ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 """Names of Adam's state of a parameter; the moments have its shape, the step is one number."""
 
@@ -139,6 +154,7 @@ class MasterAdamW:
                 )
         self._on_change = on_change
         self._max_norm = config.max_grad_norm
+        self._settings: AdamSettings | None = None
         self._config = config
         self._updates_total = updates_total
         self.update_count = 0
@@ -160,9 +176,18 @@ class MasterAdamW:
         )
         self._host_moments = HostMoments(self._adam) if config.offload_moments else None
 
+    def use_settings(self, settings: AdamSettings) -> None:
+        """Make the next steps with these settings."""
+        self._settings = settings
+        self._max_norm = settings.max_grad_norm
+        for group, decay in zip(self._adam.param_groups, (settings.weight_decay, 0.0), strict=True):
+            group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
+        if self._settings is not None:
+            return self._settings.lr
         return compute_learning_rate(self._config, self.update_count, self._updates_total)
 
     @torch.no_grad()

@@ -19,6 +19,8 @@ from r3async.untrusted import MalformedError, decode_json
 
 PROTOBUF = "application/x-protobuf"
 MAX_TENSOR_ELEMENTS = 2**28
+NO_LOGPROB = -99999.0
+"""Stands for a missing one among the most likely tokens, as the SDK's protobuf says."""
 
 
 class ApiError(Exception):
@@ -272,7 +274,7 @@ def parse_json_training(body: bytes) -> TrainRequest:
         inputs = {}
         for name, tensor in datum.loss_fn_inputs.items():
             csr = tensor.sparse_crow_indices, tensor.sparse_col_indices
-            values = np.asarray(tensor.data, tensor.dtype)
+            values = _convert_numbers(name, tensor)
             sparse = None
             if csr[0] is not None and csr[1] is not None:
                 sparse = np.asarray(csr[0], np.int64), np.asarray(csr[1], np.int64)
@@ -281,6 +283,16 @@ def parse_json_training(body: bytes) -> TrainRequest:
     config = inner.loss_fn_config or {}
     forward_only = request.forward_backward_input is None
     return TrainRequest(request.model_id, request.seq_id, inner.loss_fn, config, data, forward_only)
+
+
+def _convert_numbers(name: str, tensor: JsonTensor) -> np.ndarray:
+    values = np.asarray(tensor.data, np.float64)
+    if tensor.dtype == "int64" and not bool(
+        (values == np.trunc(values).clip(-(2**53), 2**53)).all()
+    ):
+        raise ApiError(f"{name}: not all of its values are whole numbers of 53 bits")
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        return values.astype(tensor.dtype)
 
 
 def parse_proto_training(body: bytes) -> TrainRequest:
@@ -489,8 +501,9 @@ def _encode_samples(result: SampleResult) -> bytes:
 
 def _fill_top(message: Any, top: TopLogprobs) -> None:
     message.length, message.k = top.token_ids.shape
-    message.token_ids = top.token_ids.astype("<i4").tobytes()
-    message.logprobs = top.logprobs.astype("<f4").tobytes()
+    missing = np.isnan(top.logprobs)
+    message.token_ids = np.where(missing, 0, top.token_ids).astype("<i4").tobytes()
+    message.logprobs = np.where(missing, NO_LOGPROB, top.logprobs).astype("<f4").tobytes()
 
 
 def _train_result_to_json(result: TrainResult) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class SingleProcessBackend:
         self.served = ServedModel(name, str(model.resolve()), self.sampler.vocab_size, MAX_TOKENS)
 
     def _load(self, lora: LoraConfig | None) -> TorchLearner:
-        changes: dict[str, Any] = {"episode__max_total_tokens": MAX_TOKENS, "routing__replay": "rollout"}
+        changes: dict[str, Any] = {"routing__replay": "rollout"}
         if lora is not None:
             targets = ["all-linear"] if lora.train_mlp else ["self_attn"]
             changes["learner__lora"] = {"rank": lora.rank, "targets": targets}
@@ -224,7 +224,7 @@ def _select_top(rows: np.ndarray, top_k: int) -> TopLogprobs | None:
 
 
 @contextmanager
-def serve(backend, directory: Path, **options: Any) -> Iterator[TinkerServer]:
+def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> Iterator[Any]:
     """Run a server on an event loop of a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -234,7 +234,7 @@ def serve(backend, directory: Path, **options: Any) -> Iterator[TinkerServer]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def make() -> TinkerServer:
-        server = TinkerServer(backend, directory, key=KEY, **options)
+        server = kind(backend, directory, key=KEY)
         await server.start()
         return server
 

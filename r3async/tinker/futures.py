@@ -67,6 +67,8 @@ class ResultFutures:
             self.resolve(request_id, result)
 
         task = asyncio.get_running_loop().create_task(run(), name=f"tinker {request_id}")
+        # A task that is cancelled before it began leaves its work as it is.
+        task.add_done_callback(lambda _: work.close())
         if request_id in self._slots:
             self._slots[request_id].task = task
         return task

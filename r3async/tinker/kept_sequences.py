@@ -7,7 +7,7 @@ from (provenance spans); without spans they are found by their tokens. Either wa
 a row of routes belongs to a token only if all tokens up to it are those of the sequence.
 
 Sequences are appended to files of records (`container.py`), with packed routes; memory has an index
-alone. Beyond `max_bytes` the oldest file goes. All methods block, and belong to one thread.
+and the tokens. Beyond `max_bytes` the oldest file goes. All methods block, and belong to one thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import xxhash
 from r3async.data.container import FramedRecord, RecordFormat, map_file
 from r3async.data.packed_routes import PackedRoutes, RouteForm, pack_routes
 from r3async.data.tokens import UNSAMPLED_VERSION
+from r3async.data.wire_frames import array_bytes
 from r3async.tinker.protocol import ApiError, Datum, ProvenanceSpan
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.world import Buffer, Files
@@ -72,9 +73,12 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _Place(NamedTuple):
+    """Where a sequence is, and what it is found by."""
+
     path: Path
     offset: int
     length: int
+    tokens: np.ndarray
     prompt_length: int
     prompt_digest: int
 
@@ -131,11 +135,7 @@ class KeptSequences:
             self._current, _encode(kept), fsync=False, valid_bytes=size, files=self._disk
         )
         self._files[self._current] = offset + length
-        prompt = kept.tokens[: kept.prompt_length]
-        self._add_place(
-            kept.sequence_id,
-            _Place(self._current, offset, length, kept.prompt_length, _digest(prompt)),
-        )
+        self._add_place(kept, self._current, offset, length)
         while self.nbytes > self._max_bytes and len(self._files) > 1:
             self._drop_file(next(iter(self._files)))
 
@@ -197,7 +197,7 @@ class KeptSequences:
         for span in spans:
             claimed = tokens[at : at + span.length]
             at += span.length
-            kept = self.find(span.sequence_id)
+            kept = self._places.get(span.sequence_id)
             if kept is None:
                 continue
             begin = span.offset + (kept.prompt_length if span.sampled else 0)
@@ -216,10 +216,10 @@ class KeptSequences:
         data = whole.astype(np.int32)
         for length in sorted(n for n in self._prompt_lengths if n < len(data)):
             for name in reversed(self._by_prompt.get(_digest(data[:length]), [])):
-                kept = self.find(name)
-                if kept is None or kept.prompt_length != length:
-                    continue
-                if _common_prefix(data, kept.tokens) == min(len(data), len(kept.tokens)):
+                kept = self._places[name]
+                if kept.prompt_length == length and _common_prefix(data, kept.tokens) == min(
+                    len(data), len(kept.tokens)
+                ):
                     found.append(name)
                     break
         return found
@@ -240,15 +240,16 @@ class KeptSequences:
                 break
             length = _record_bytes(record)
             self._files[path] = record.offset + length
-            digest = _digest(kept.tokens[: kept.prompt_length])
-            place = _Place(path, record.offset, length, kept.prompt_length, digest)
-            self._add_place(kept.sequence_id, place)
+            self._add_place(kept, path, record.offset, length)
 
-    def _add_place(self, sequence_id: str, place: _Place) -> None:
-        self._remove_place(sequence_id)
-        self._places[sequence_id] = place
-        self._by_prompt.setdefault(place.prompt_digest, []).append(sequence_id)
-        self._prompt_lengths[place.prompt_length] += 1
+    def _add_place(self, kept: KeptSequence, path: Path, offset: int, length: int) -> None:
+        name = kept.sequence_id
+        digest = _digest(kept.tokens[: kept.prompt_length])
+        self._remove_place(name)
+        tokens = kept.tokens.astype(np.int32)  # a copy, which keeps no file mapped
+        self._places[name] = _Place(path, offset, length, tokens, kept.prompt_length, digest)
+        self._by_prompt.setdefault(digest, []).append(name)
+        self._prompt_lengths[kept.prompt_length] += 1
 
     def _remove_place(self, sequence_id: str) -> None:
         place = self._places.pop(sequence_id, None)
@@ -295,7 +296,7 @@ def _encode(kept: KeptSequence) -> list[Buffer]:
     elif routes is not None:
         form, data = "plain", np.ascontiguousarray(routes)
     arrays = [kept.tokens.astype("<i4"), kept.recorded.astype(bool), data]
-    frames: list[Buffer] = [memoryview(array).cast("B") for array in arrays]
+    frames: list[Buffer] = [array_bytes(array) for array in arrays]
     header = _Header(
         kept.sequence_id,
         kept.model_id,

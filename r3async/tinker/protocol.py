@@ -7,9 +7,10 @@ which is imported with the first message. Tensors are little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -33,6 +34,13 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.category = category
+        self.number: RequestNumber | None = None
+        """The number that the request has used up, where it could be read."""
+
+
+class RequestNumber(msgspec.Struct, frozen=True):
+    model_id: str
+    seq_id: int
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -224,7 +232,10 @@ def decode_request(body: bytes, kind: type[Any]) -> Any:
     try:
         return decode_json(body, kind)
     except MalformedError as error:
-        raise ApiError(f"the body is not what this path takes: {error}") from error
+        refused = ApiError(f"the body is not what this path takes: {error}")
+        with contextlib.suppress(MalformedError):
+            refused.number = decode_json(body, RequestNumber)
+        raise refused from error
 
 
 def to_token_ids(tokens: Sequence[int]) -> np.ndarray:
@@ -269,20 +280,32 @@ def parse_json_training(body: bytes) -> TrainRequest:
     inner = request.forward_backward_input or request.forward_input
     if inner is None:
         raise ApiError("neither forward_backward_input nor forward_input is there")
-    data = []
-    for datum in inner.data:
-        inputs = {}
-        for name, tensor in datum.loss_fn_inputs.items():
-            csr = tensor.sparse_crow_indices, tensor.sparse_col_indices
-            values = _convert_numbers(name, tensor)
-            sparse = None
-            if csr[0] is not None and csr[1] is not None:
-                sparse = np.asarray(csr[0], np.int64), np.asarray(csr[1], np.int64)
-            inputs[name] = build_tensor(name, values, tensor.shape, sparse)
-        data.append(Datum(datum.model_input.to_tokens(), inputs, [], []))
+    with _name_number(request.model_id, request.seq_id):
+        data = [_convert_json_datum(datum) for datum in inner.data]
     config = inner.loss_fn_config or {}
     forward_only = request.forward_backward_input is None
     return TrainRequest(request.model_id, request.seq_id, inner.loss_fn, config, data, forward_only)
+
+
+def _convert_json_datum(datum: JsonDatum) -> Datum:
+    inputs = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        csr = tensor.sparse_crow_indices, tensor.sparse_col_indices
+        sparse = None
+        if csr[0] is not None and csr[1] is not None:
+            sparse = np.asarray(csr[0], np.int64), np.asarray(csr[1], np.int64)
+        inputs[name] = build_tensor(name, _convert_numbers(name, tensor), tensor.shape, sparse)
+    return Datum(datum.model_input.to_tokens(), inputs, [], [])
+
+
+@contextlib.contextmanager
+def _name_number(model_id: str, seq_id: int | None) -> Iterator[None]:
+    """Put the request's number into an error of this block."""
+    try:
+        yield
+    except ApiError as error:
+        error.number = None if seq_id is None else RequestNumber(model_id, seq_id)
+        raise
 
 
 def _convert_numbers(name: str, tensor: JsonTensor) -> np.ndarray:
@@ -305,7 +328,8 @@ def parse_proto_training(body: bytes) -> TrainRequest:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    data = [_parse_datum(datum) for datum in message.data]
+    with _name_number(message.model_id, message.seq_id):
+        data = [_parse_datum(datum) for datum in message.data]
     return TrainRequest(
         message.model_id, message.seq_id, message.loss_fn, config, data, message.forward_only
     )
@@ -321,7 +345,10 @@ def _parse_datum(message: Any) -> Datum:
     inputs = {}
     for name, tensor in message.loss_fn_inputs.items():
         pb = load_protobuf()
-        dtypes = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+        dtypes: dict[int, np.dtype] = {
+            pb.DTYPE_FLOAT32: np.dtype("<f4"),
+            pb.DTYPE_INT64: np.dtype("<i8"),
+        }
         if tensor.dtype not in dtypes:
             raise ApiError(f"{name}: dtype {tensor.dtype} is not supported: send float32 or int64")
         dtype = dtypes[tensor.dtype]

@@ -185,6 +185,8 @@ class TinkerServer:
             self._admitted.add(request.protocol)
             return await handler(request)
         except ApiError as error:
+            if error.number is not None:
+                self.service.refuse(error.number, error)
             refused = error
         except web.HTTPException as error:
             what = f"{request.method} {request.path}"

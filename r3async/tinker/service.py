@@ -79,7 +79,10 @@ class TinkerService:
             await asyncio.sleep(SWEEP_SECONDS)
             self.futures.forget_expired()
             for session_id in self.sessions.find_idle(self._now):
-                await self.close_session(session_id)
+                try:
+                    await self.close_session(session_id)
+                except Exception as error:  # the session is forgotten all the same
+                    self._report_event("session_not_closed", session=session_id, error=repr(error))
             for model in list(self.sessions.models.values()):
                 self._start_ready(model)
 
@@ -230,6 +233,13 @@ class TinkerService:
         self._works[request_id] = work
         self._start_ready(model)
         return request_id
+
+    def refuse(self, number: protocol.RequestNumber, error: ApiError) -> None:
+        """Take a request that could not be read: its number is used up."""
+        model = self.sessions.models.get(number.model_id)
+        if model is not None and model.sequence.find_answer(number.seq_id) is None:
+            model.sequence.refuse(number.seq_id, error)
+            self._start_ready(model)
 
     def _start_ready(self, model: TrainedModel) -> None:
         for request_id in model.sequence.pop_ready(self._now):

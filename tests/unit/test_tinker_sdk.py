@@ -225,6 +225,10 @@ def test_a_request_that_this_server_refuses_has_used_up_its_number(client, backe
     for loss, message in (("no_such_loss", "is not supported"), ("ppo", "takes target_tokens, logprobs, advantages")):
         with pytest.raises(tinker.BadRequestError, match=message):
             client.forward_backward([supervised()], loss).result()
+    image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)])
+    datum = types.Datum(image, {"target_tokens": [1], "weights": [1.0]})
+    with pytest.raises(tinker.BadRequestError, match="not supported"):
+        client.forward_backward([datum], "cross_entropy").result()
     assert client.forward_backward([supervised()], "cross_entropy").result(timeout=20)
     assert backend.calls == ["forward_backward"]
 

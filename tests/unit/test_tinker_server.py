@@ -139,6 +139,21 @@ async def test_requests_that_come_out_of_order_or_twice(client):
     assert late == second
 
 
+async def test_a_request_that_cannot_be_read_has_used_up_its_number(client):
+    model = client.model_id
+    for number, (path, body) in enumerate(
+        [
+            ("forward_backward", training(client, 0, [datum(weights=tensor(["x"]))])),
+            ("forward_backward", training(client, 0, [datum(weights=tensor([1.0], shape=[2]))])),
+            ("optim_step", {"model_id": model, "adam_params": {"learning_rate": "much"}}),
+            ("save_weights", {"model_id": model, "path": 5}),
+        ],
+        start=1,
+    ):
+        assert (await client.post(path, body | {"seq_id": number}))[0] == 400
+    assert (await client.finish("forward_backward", training(client, 5)))["metrics"]
+
+
 async def test_an_error_of_the_backend_is_a_result_and_the_next_request_runs(client, monkeypatch):
     train = client.backend._train
 

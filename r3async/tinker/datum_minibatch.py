@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class DatumRows(NamedTuple):
-    """Datum `index` of the request. Its targets are the next `count` of a micro-batch's rows."""
+    """The next `targets` rows of a micro-batch are the targets of the request's datum `datum`."""
 
-    index: int
-    count: int
+    datum: int
+    targets: int
 
 
 @dataclass
@@ -52,9 +52,9 @@ class DatumMinibatch(TrainableMinibatch):
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
         total = torch.zeros((), device=logprobs.device)
-        parts = logprobs.split([member.count for member in self.members[index]])
+        parts = logprobs.split([member.targets for member in self.members[index]])
         for member, part in zip(self.members[index], parts, strict=True):
-            inputs = self.batch.data[member.index].datum.inputs
+            inputs = self.batch.data[member.datum].datum.inputs
             shape = inputs["target_tokens"].shape
             columns = {
                 name: torch.tensor(values, dtype=torch.float32, device=part.device)
@@ -67,7 +67,7 @@ class DatumMinibatch(TrainableMinibatch):
             ).sum()
             total = total + loss
             self.loss_sum += loss.item()
-            self.logprobs[member.index] = of_datum.detach().float().cpu().numpy()
+            self.logprobs[member.datum] = of_datum.detach().float().cpu().numpy()
             if POLICY_INPUTS[0] in columns:
                 sampling = columns[POLICY_INPUTS[0]]
                 sampled = sampling != 0  # tokens that nobody sampled have the log-prob 0

@@ -541,7 +541,7 @@ def _train_result_to_json(result: TrainResult) -> dict[str, Any]:
     return {
         "loss_fn_output_type": "TorchLossReturn",
         "loss_fn_outputs": outputs,
-        "metrics": result.metrics,
+        "metrics": drop_not_finite(result.metrics),
     }
 
 
@@ -569,6 +569,11 @@ def _samples_to_json(result: SampleResult) -> dict[str, Any]:
 
 def _to_list(values: np.ndarray) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.reshape(-1).tolist()]
+
+
+def drop_not_finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that JSON has a number for: with null an SDK takes no result."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def build_error_body(error: ApiError) -> Mapping[str, str]:

@@ -206,7 +206,7 @@ class TinkerService:
             async def work() -> Result:
                 metrics = await self.backend.optim_step(model.model_id, params)
                 model.version += 1
-                return {"type": "optim_step", "metrics": metrics}
+                return {"type": "optim_step", "metrics": protocol.drop_not_finite(metrics)}
 
             return work
 

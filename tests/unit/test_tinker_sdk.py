@@ -163,6 +163,30 @@ def test_a_false_claim_is_refused_and_the_client_goes_on(client):
     assert client.optim_step(types.AdamParams()).result().metrics["grad_norm"] > 0
 
 
+def test_clients_at_once_are_each_as_alone_and_the_nan_of_one_is_its_own(service):
+    def make():
+        return service.create_lora_training_client("tiny/moe", rank=4, seed=3).result()
+
+    def step(one, start, rate=0.02):
+        trained = one.forward_backward([supervised(start=start)], "cross_entropy")
+        return trained, one.optim_step(types.AdamParams(learning_rate=rate))
+
+    def train(clients):
+        waiting = [step(one, start) for start in range(3) for one in clients]
+        return [trained.result().metrics["loss:sum"] for trained, _ in waiting]
+
+    alone = train([make()])
+    first, second, broken = make(), make(), make()
+    for future in step(broken, 0, rate=1e30):
+        future.result()
+    together = [step(broken, 0), train([first, second])]
+    assert together[1][::2] == alone
+    assert together[1][1::2] == alone
+    trained, stepped = (future.result() for future in together[0])
+    assert not np.isfinite(trained.metrics["loss:sum"])
+    assert stepped.metrics["optimizer/skipped"] == 1.0
+
+
 # -- order and retries -----------------------------------------------------------------------------------------------
 
 

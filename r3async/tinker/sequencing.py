@@ -14,9 +14,9 @@ from r3async.tinker.protocol import ApiError
 
 REMEMBERED_ANSWERS = 4096
 MAX_WAITING = 4096
-GAP_SECONDS = 600.0
-"""Longest wait for a missing number, which a client does not send if it was stopped. An SDK retries
-a request for five minutes."""
+GAP_SECONDS = 360.0
+"""Longest wait for a missing number. A client does not send it if it was stopped, or checked the
+request itself; otherwise its SDK tries again for five minutes."""
 
 T = TypeVar("T")
 

@@ -98,8 +98,20 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def learner(path):
+def shared(path):
     return TorchLearner.from_pretrained(settings(), path)
+
+
+@pytest.fixture
+def learner(shared):
+    shared.optimizer.zero_grad()
+    return shared
+
+
+@pytest.fixture(autouse=True)
+def equal_numbers_in_any_order():
+    global RNG
+    RNG = np.random.default_rng(3)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +125,7 @@ def test_losses_and_gradients_equal_plain_formulas_with_forced_routes(learner, p
     batch = LossBatch(loss, check_loss(loss, CONFIGS[loss]), data, 0)
     expected, rows, gradients = reference(plain, batch)
     result = run_training(learner, batch, 20, forward_only=False)
-    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5, abs=1e-4)
     for mine, theirs in zip(result.logprobs, rows, strict=True):
         assert mine.shape == theirs.shape
         assert np.abs(mine - theirs).max() < 1e-4
@@ -121,7 +133,6 @@ def test_losses_and_gradients_equal_plain_formulas_with_forced_routes(learner, p
     assert mine.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
-    learner.optimizer.zero_grad()
 
 
 def test_requests_add_up_and_a_forward_between_them_changes_nothing(learner):
@@ -141,11 +152,11 @@ def test_requests_add_up_and_a_forward_between_them_changes_nothing(learner):
     forward = run(data, forward_only=True)
     second = run(data[2:])
     for name, gradient in gradients().items():
-        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-6), name
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-7, name
     learner.optimizer.zero_grad()
-    assert forward.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"])
+    assert forward.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], abs=1e-4)
     total = first.metrics["loss:sum"] + second.metrics["loss:sum"]
-    assert total == pytest.approx(whole.metrics["loss:sum"])
+    assert total == pytest.approx(whole.metrics["loss:sum"], abs=1e-4)
     for mine, theirs in zip(forward.logprobs, whole.logprobs, strict=True):
         assert np.allclose(mine, theirs, atol=1e-5)
 

@@ -97,6 +97,10 @@ def test_without_spans_a_sequence_is_found_by_its_tokens(store):
         if length == 6:
             assert np.array_equal(found.routes, routes)
             assert found.versions.tolist() == [-1, -1, 1, 1, 1]
+    other = store.match_datum(0, datum([1, 2, 3, 4, 5, 7]), "m")
+    assert other.versions.tolist() == [-1, -1, 2, 2, 2]
+    keep(store, "again", [1, 2, 3], [4, 5, 6], version=9)  # of equal ones the newest
+    assert store.match_datum(0, datum([1, 2, 3, 4, 5, 6]), "m").versions.max() == 9
     found = store.match_datum(0, datum([1, 2, 3, 4, 9, 9]), "m")
     assert found.routes is None
 

@@ -1,7 +1,7 @@
 # Everything a person needs first. Each target that runs something installs first; where .venv is up to date that
 # takes a fraction of a second.
-# The first of these that is Python 3.11 or 3.12 makes .venv.
-PYTHON ?= python3 python3.12 python3.11
+# The first of these that is Python 3.11, 3.12 or 3.13 makes .venv. What `uv python install` brings is not always in PATH.
+PYTHON ?= python3 python3.13 python3.12 python3.11 $(shell uv python find --system --no-project ">=3.11,<3.14" 2>/dev/null)
 ARGS ?=
 # cpu or gpu; without it, what .venv was installed for (cpu at first).
 EXTRA ?= $(or $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*)),cpu)
@@ -40,11 +40,13 @@ endif
 # were looked into unpack to 1.6 times as much, and others to more.
 GB := $(if $(filter gpu,$(EXTRA)),12,5)
 PIP := $(VENV)/python -I -m pip --disable-pip-version-check
-RIGHT_PYTHON := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+RIGHT_PYTHON := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 # An index of pip's own settings may have torch's CPU build, which pip takes for newer: === is the one of PyPI, for CUDA.
 CUDA_TORCH := import torch; print("" if torch.version.cuda else "torch===" + torch.__version__.partition("+")[0])
-# vLLM for CPU brings these in builds that do not match its torch, and then does not import. Text models need none.
+# vLLM for CPU brings these in builds that do not match its torch, and then does not import. Engines alone see a torchvision, which
+# vLLM imports for Qwen3.5 (rollout/vllm/engine_packages.py).
 UNWANTED := torchvision torchaudio torchcodec
+ENGINE_PACKAGES := --target .venv/share/r3async/vllm torchvision==0.28.0
 # PyPI does not have the CPU build of torch. An index of pip's own settings may (PIP_EXTRA_INDEX_URL).
 TORCH_INDEX = $$($(PIP) index versions torch 2>/dev/null | grep -q +cpu || \
   echo --extra-index-url https://download.pytorch.org/whl/cpu)
@@ -55,8 +57,9 @@ $(STAMP): pyproject.toml
 	test -f $@ && $(VENV)/python -c "" && grep -qs " $(CURDIR)/.venv$$" .venv/pyvenv.cfg || { \
 	  test ! -L .venv || { echo ".venv links to another folder's: install there" >&2; exit 1; }; \
 	  for python in $(PYTHON) ""; do $$python -c "$(RIGHT_PYTHON)" 2>/dev/null && break; done; \
-	  test "$$python" || { echo "r3async needs Python 3.11 or 3.12 with venv; none of these is one: $(PYTHON)." \
-	    "Install it, and name it: make install PYTHON=/path/to/python3.12" >&2; exit 1; }; \
+	  test "$$python" || { echo "r3async needs Python 3.11, 3.12 or 3.13 with venv; none of these is one: $(strip $(PYTHON))." \
+	    "This brings one, which make then finds: uv python install 3.12. Where only venv lacks (Debian, Ubuntu):" \
+	    "apt install python3-venv. One that is elsewhere is named: make install PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	  df -Pk . | awk 'NR == 2 { exit $$4 < $(GB)000000 }' || { echo "less than $(GB) GB are free here" >&2; exit 1; }; \
 	  echo "installing $(if $(filter gpu,$(EXTRA)),up to 12,about 4) GB into .venv for $(EXTRA), with $$($$python --version)"; \
 	  rm -f .venv/installed-*; $$python -I -m venv --clear .venv && \
@@ -67,6 +70,7 @@ $(STAMP): pyproject.toml
 	# What a run imports is compiled when it first is. pip would compile all 33,000 files, for more than a minute.
 	$(PIP) install --no-compile -e ".[$(EXTRA),dev]" $(if $(filter cpu,$(EXTRA)),$(TORCH_INDEX))
 	$(if $(filter cpu,$(EXTRA)),$(PIP) uninstall -q -y $(UNWANTED))
+	$(if $(filter cpu,$(EXTRA)),$(PIP) install -q --no-compile --no-deps --upgrade $(ENGINE_PACKAGES))
 	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || $(PIP) install "$$torch")
 	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || \
 	  { echo "torch was installed without CUDA: name an index that has it (PIP_INDEX_URL) and make distclean install EXTRA=gpu" >&2; exit 1; })

@@ -14,7 +14,11 @@ from r3async.actors.fleet_scaler import SCALE_REQUEST_FILE, FleetScaler, with_re
 from r3async.actors.placement_plan import with_transport_host
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.ranks import RemoteRanks, load_learner
-from r3async.actors.remote_generators import RemoteModelFiles, publish_model_files
+from r3async.actors.remote_generators import (
+    RemoteModelFiles,
+    publish_model_files,
+    write_engine_model,
+)
 from r3async.actors.run_placements import RunPlacements, reserve_placements
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.start_or_resume import RunDirectory, restart_run
@@ -129,13 +133,16 @@ class RunLauncher:
             actor_options=places.learner,
         )
         parts = [self.make_environment] if self.make_environment else []
+        engine_model = write_engine_model(self.world, self.model_path, self.run_dir)
 
         def spawn(name: str, place: ActorOptions) -> ActorRef:
             return actors.spawn_actor(
                 self.generator_class,
                 RunSetup(self.run_id, with_secrets, directory, lineage),
                 name,
-                self._offer_model() if len(actors.list_nodes()) > 1 else model,
+                self._offer_model(engine_model)
+                if len(actors.list_nodes()) > 1
+                else str(engine_model),
                 *parts,
                 name=name,
                 actor_options=place,
@@ -157,11 +164,11 @@ class RunLauncher:
         )
         return RunHandle(self, conductor, learner, crew, places.reservation)
 
-    def _offer_model(self) -> RemoteModelFiles:
+    def _offer_model(self, path: Path) -> RemoteModelFiles:
         """Return the files of the model, for hosts that may not have it. They
         are published once."""
         if self._offered_model is None:
-            self._offered_model = publish_model_files(self.world, self.model_path)
+            self._offered_model = publish_model_files(self.world, path)
         return self._offered_model
 
     def _reserve_placements(self) -> RunPlacements:

@@ -325,6 +325,7 @@ class LearnerActor:
             writer_lane=self._writer_lane,
             probe_tokens=None if probe_tokens is None else np.asarray(probe_tokens, np.int32),
             write_seconds=config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
+            carried=await self._torch_lane.run(model.ranks.list_carried_tensors),
             server=build_weight_server(config, transport, inbox.keys, world),
             remote_ranks=model.ranks
             if isinstance(model.ranks, RemoteRanks) and not model.ranks.is_one_host
@@ -593,11 +594,12 @@ class LearnerActor:
 
     async def publish_version(self) -> Published:
         """Copy and write the current weights; see `VersionWriter.copy_weights` and
-        `write_version`."""
-        await self.components.version_writer.copy_weights(
-            self.model.counts.version, with_probe_scores=True
-        )
-        return await self.write_version()
+        `write_version`. Versions of adapters need a base: see `publish_base`."""
+        writer = self.components.version_writer
+        alone = self.config.learner.lora.delivers_adapters
+        base = await writer.publish_base() if alone else None
+        await writer.copy_weights(self.model.counts.version, with_probe_scores=True)
+        return msgspec.structs.replace(await self.write_version(), base=base)
 
     async def score_probe(self, version: int) -> np.ndarray | None:
         """Return the scores that `version` gives the probe's text, see `Published.scores`; None

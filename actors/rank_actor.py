@@ -27,7 +27,7 @@ from r3async.weights.host_weights import (
     copy_to_host,
 )
 from r3async.weights.interfaces import TransferOffer, WeightSender
-from r3async.weights.manifest import TensorEntry, WeightManifest
+from r3async.weights.manifest import BASE_VERSION, TensorEntry, WeightManifest
 from r3async.weights.sharded_store import (
     PartFolder,
     ShareDescription,
@@ -104,6 +104,10 @@ class LocalRank:
 
         return [str(torch.cuda.get_device_properties(0).uuid)] if torch.cuda.is_available() else []
 
+    def list_carried_tensors(self) -> tuple[str, ...]:
+        """Return `LearnerBackend.carried`."""
+        return tuple(self.backend.carried)
+
     def run_minibatches(
         self,
         minibatches: Sequence[Sequence[Sequence[MicroBatch]]],
@@ -157,25 +161,34 @@ class LocalRank:
             self._sender = build_weight_sender(self._config, backend, self._world)
 
     def snapshot_weights(self, version: int) -> None:
-        """Copy the weights to host memory as `version`, for `write_version`. Collective. Later
-        steps do not change the copy."""
+        """Copy the weights to host memory as `version`, for `write_version`; with
+        `lora.deliver = "adapter"` the adapters alone, and the start model's weights as
+        `BASE_VERSION`. Collective. Later steps do not change the copy."""
         if self._snapshot is not None:
             raise LearnerError(
                 f"version {self._snapshot[0]} has not been written: version {version} "
                 "has to wait for it"
             )
         with stage("snapshot"):
-            if self._writes_share:
-                self._snapshot_memory = copy_share_to_host(
-                    self.backend.iter_full_weights,
-                    self._snapshot_memory,
-                    self._config.weights.bucket_bytes,
-                )
+            if not self._config.learner.lora.delivers_adapters:
+                self._snapshot_memory = self._copy_weights(self._snapshot_memory)
+                self._snapshot = version, self._snapshot_memory
+            elif version == BASE_VERSION:
+                # Its memory is free again when it is written.
+                with self.backend.use_start_weights():
+                    self._snapshot = version, self._copy_weights(None)
             else:
                 self._snapshot_memory = copy_to_host(
-                    self.backend.export_weights(copy=False), self._snapshot_memory
+                    self.backend.export_adapters(), self._snapshot_memory
                 )
-            self._snapshot = version, self._snapshot_memory
+                self._snapshot = version, self._snapshot_memory
+
+    def _copy_weights(self, memory: HostWeights | None) -> HostWeights:
+        if self._writes_share:
+            return copy_share_to_host(
+                self.backend.iter_full_weights, memory, self._config.weights.bucket_bytes
+            )
+        return copy_to_host(self.backend.export_weights(copy=False), memory)
 
     def discard_snapshot(self) -> None:
         """Drop the snapshot, if there is one: it is written already."""

@@ -163,6 +163,9 @@ class RemoteRanks:
     def list_gpus(self) -> list[str]:
         return self._call_all(LocalRank.list_gpus)
 
+    def list_carried_tensors(self) -> tuple[str, ...]:
+        return self._call_all(LocalRank.list_carried_tensors)
+
     def count_updates(self) -> int:
         return self._call_all(LocalRank.count_updates)
 

@@ -1,4 +1,4 @@
-"""Generators on a host without the run's files: their part of the model, and their events.
+"""Generators that cannot read the start model: their part of the model, and their events.
 
 A run needs no file system that its hosts share, except for what the learner writes if its ranks are
 on several hosts. A host without the model's directory gets all files in it but the weights, which
@@ -8,6 +8,7 @@ installed and verified.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from r3async.checkpoint.run_starts import read_run_starts
+from r3async.data.checkpoint_forms import read_quantized_form, without_quantization
 from r3async.rollout.engine import TENSOR_NAMES_FILE
+from r3async.untrusted import decode_python_json
 from r3async.world import Files, World
 from r3async.world.files import make_directory, read_file, replace_file
 
@@ -27,6 +30,8 @@ WEIGHT_SUFFIXES = frozenset(
 """Suffixes of the files that are not sent."""
 MAX_MODEL_FILES_BYTES = 512 * 2**20
 """Maximum bytes of all files that are sent."""
+ENGINE_MODEL_DIRECTORY = "engine-model"
+"""Name of the directory in a run's directory with which the engines of a quantized model start."""
 
 
 class RemoteModelFiles(NamedTuple):
@@ -40,6 +45,26 @@ class RemoteModelFiles(NamedTuple):
 def publish_model_files(world: World, path: Path) -> RemoteModelFiles:
     """Publish the files of a model directory, except its weights, for hosts that do not have it.
     Raises `RunFailed` if they are too large for a model without its weights."""
+    return RemoteModelFiles(str(path), world.actors.put(_read_model_files(world, path)))
+
+
+def write_engine_model(world: World, path: Path, run_dir: Path) -> Path:
+    """Return the directory with which engines start: `path`, unless its weights are quantized.
+
+    Then it is a new one in the run's directory, with all but the weights: engines get them as the
+    learner trains them. Raises `RunFailed` like `publish_model_files`.
+    """
+    described = decode_python_json(read_file(path / "config.json", files=world.files))
+    if read_quantized_form(described) is None:
+        return path
+    given = _read_model_files(world, path)
+    given["config.json"] = json.dumps(without_quantization(described)).encode()
+    here = run_dir.absolute() / ENGINE_MODEL_DIRECTORY
+    _write_model_files(world, given, here)
+    return here
+
+
+def _read_model_files(world: World, path: Path) -> dict[str, bytes]:
     files = world.files
     given = dict[str, bytes]()
     total = 0
@@ -58,7 +83,13 @@ def publish_model_files(world: World, path: Path) -> RemoteModelFiles:
         names = _tensor_names(path, world)
         if names:
             given[TENSOR_NAMES_FILE] = msgspec.json.encode(names)
-    return RemoteModelFiles(str(path), world.actors.put(given))
+    return given
+
+
+def _write_model_files(world: World, given: Mapping[str, bytes], directory: Path) -> None:
+    make_directory(directory, files=world.files)
+    for name, data in given.items():
+        replace_file(directory / name, data, files=world.files)
 
 
 def _tensor_names(path: Path, world: World) -> list[str]:
@@ -79,9 +110,7 @@ def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path
     if files.stat(path / "config.json") is not None:
         return model.path
     here = run_dir / "model-of-the-run"
-    make_directory(here, files=files)
-    for name, data in world.actors.get(model.files_ref).items():
-        replace_file(here / name, data, files=files)
+    _write_model_files(world, world.actors.get(model.files_ref), here)
     return str(here)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from r3async.actors.generator_probe import ProbeFailed, probe_generator
 from r3async.rollout.engine import EngineLostError, InstallReport
 from r3async.schedule.health import HealthState
+from r3async.weights.manifest import BASE_VERSION
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY, resolve_probe_tolerance
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.disk_retries import DiskRetrier, is_disk_error
@@ -79,6 +80,8 @@ class VersionInstaller:
         self.newest_published = newest_published
         self._world = world
         self._clock = world.clock.monotonic
+        self._base = newest_published.base
+        """Offer of the weights that adapters are added to; None if versions have all weights."""
         self._shared_offer: tuple[Published, Any] | None = None
         self._scored_version = newest_published.version
         """Last version with which the learner was asked to score the probe's text."""
@@ -93,8 +96,9 @@ class VersionInstaller:
 
     @property
     def versions_in_use(self) -> list[int]:
-        """The versions that engines are reading now."""
-        return [version for version, readers in self._readers.items() if readers]
+        """The versions that engines are reading now, and the base that a restarted one needs."""
+        base = [] if self._base is None else [BASE_VERSION]
+        return base + [version for version, readers in self._readers.items() if readers]
 
     def needs_probe_scores(self, version: int) -> bool:
         """Return True if a generator is due to be probed with `version`, which the learner makes
@@ -236,6 +240,10 @@ class VersionInstaller:
         version = published.version
         self._readers[version] += 1
         try:
+            if self._base is not None and generator.version < 0:
+                await self._retry_disk_trouble(
+                    generator, self._call_generator, generator, "install_version", self._base
+                )
             offer = self._put_offer(published)
             report: InstallReport = await self._retry_disk_trouble(
                 generator, self._call_generator, generator, "install_version", offer
@@ -420,6 +428,8 @@ class VersionInstaller:
         """Return the seconds that a generator has to install the newest version, or to answer
         anything about it."""
         nbytes = self.newest_published.publication.manifest.nbytes
+        if self._base is not None and generator.version < 0:
+            nbytes += self._base.manifest.nbytes
         return self._config.weights.resolve_install_timeout(nbytes, first=generator.version < 0)
 
     @staticmethod

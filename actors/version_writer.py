@@ -20,7 +20,7 @@ from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
 from r3async.weights.interfaces import TransferOffer
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import BASE_VERSION, AdapterFormat, WeightManifest
 from r3async.weights.probe import make_probe_pair
 from r3async.weights.tcp import TcpServer
 from r3async.world import EventReporter, WorkerThread, World, ignore_event
@@ -45,11 +45,13 @@ class Published(msgspec.Struct, frozen=True):
             with exactly these weights, at temperature 1 and at the run's temperature. None if they
             were not requested.
         seconds: Seconds that it took to write the version.
+        base: With the first version of adapters, the offer of the weights that they are added to.
     """
 
     publication: TransferOffer
     scores: np.ndarray | None = None
     seconds: float = 0.0
+    base: TransferOffer | None = None
 
     @property
     def version(self) -> int:
@@ -72,6 +74,7 @@ class VersionWriter:
         server: Serves what is written to other hosts, if there are any.
         remote_ranks: The ranks, if they are on several hosts, which serve what is written there.
         report_event: Called when the wait for a disk begins and ends.
+        carried: Names of tensors of the start model that versions do not have.
     """
 
     world: World
@@ -86,6 +89,7 @@ class VersionWriter:
     server: TcpServer | None = None
     remote_ranks: RemoteRanks | None = None
     report_event: EventReporter = ignore_event
+    carried: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._clock = self.world.clock.monotonic
@@ -100,6 +104,8 @@ class VersionWriter:
         """Version of the copy; -1 before the first."""
         self._copied_scores: np.ndarray | None = None
         """Scores of the probe's text with the copy; None if they were not requested."""
+        self._adapter_format: AdapterFormat | None = None
+        """Form of the versions, if these have adapters alone."""
         self._watching: asyncio.Task[None] | None = None
         self._write_done = asyncio.Event()
         self._write_done.set()
@@ -159,16 +165,33 @@ class VersionWriter:
         began = self._clock()
         scores = self._copied_scores
         try:
-            publication = await self.disk_wait.run_with_retries(
-                WRITE_DISK_HINT, self._write_with_timeout, versions_in_use
-            )
-            named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
-            parts = await self.disk_wait.run_with_retries(
-                WRITE_DISK_HINT, self._offer_to_hosts, named, publication.transport_data
-            )
+            offer = await self._write_and_offer(versions_in_use)
         finally:
             self._write_done.set()  # no step waits for it any more, whether or not it succeeded
-        return Published(TransferOffer(named, parts), scores, self._clock() - began)
+        return Published(offer, scores, self._clock() - began)
+
+    async def publish_base(self) -> TransferOffer:
+        """Copy and write the start model's weights, to which versions of adapters are added.
+        Engines install them first."""
+        await self.torch_lane.run(self.ranks.snapshot_weights, BASE_VERSION)
+        offer = await self._write_and_offer(())
+        self._adapter_format = AdapterFormat(self.config.learner.lora.rank, offer.manifest.digest)
+        return offer
+
+    async def _write_and_offer(self, versions_in_use: Sequence[int]) -> TransferOffer:
+        written = await self.disk_wait.run_with_retries(
+            WRITE_DISK_HINT, self._write_with_timeout, versions_in_use
+        )
+        named = msgspec.structs.replace(
+            written.manifest,
+            lineage=self.lineage.number,
+            carried=self.carried,
+            adapter=self._adapter_format,
+        )
+        parts = await self.disk_wait.run_with_retries(
+            WRITE_DISK_HINT, self._offer_to_hosts, named, written.transport_data
+        )
+        return TransferOffer(named, parts)
 
     async def _write_with_timeout(self, versions_in_use: Sequence[int]) -> TransferOffer:
         with self.timeline.measure_span("write", version=self._copied_version):
@@ -206,7 +229,13 @@ class VersionWriter:
         self, manifest: WeightManifest, model: Path, directory: Path
     ) -> None:
         """Write a version whose file is on the learner's hosts as a model directory, with the
-        configuration and tokenizer of the start `model`. Raises `OSError` or `TimeoutError`."""
+        configuration and tokenizer of the start `model`. Raises `OSError`, `TimeoutError`, or
+        `LearnerError` for a version that has no weights."""
+        if manifest.adapter is not None:
+            raise LearnerError(
+                'it has adapters alone (`learner.lora.deliver` = "adapter"); `r3async export` '
+                "merges those of a checkpoint"
+            )
         # Loads torch, which this process has by now.
         from r3async.learner.model_directory import copy_version_file, save_version_as_model
 
@@ -217,7 +246,12 @@ class VersionWriter:
             parts = [] if self.server is None else self.server.list_parts(manifest)
             copy_version = partial(self.remote_ranks.join_parts, parts)
         writing = self.writer_lane.run(
-            save_version_as_model, directory, model, copy_version, self.config.generator.dtype
+            save_version_as_model,
+            directory,
+            model,
+            copy_version,
+            self.config.generator.dtype,
+            manifest.carried,
         )
         await asyncio.wait_for(writing, self.write_seconds)
 

@@ -39,11 +39,11 @@ def list_adaptable_matrices(
     q = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
     prefix = f"model.layers.{layer}."
-    out = [
-        WeightMatrix(f"{prefix}self_attn.{x}_proj", size, h, "rows")
-        for x, size in (("q", q), ("k", kv), ("v", kv))
-    ]
-    out.append(WeightMatrix(f"{prefix}self_attn.o_proj", h, q, "columns"))
+    out = []
+    if layer in shape.attention_layers:
+        sizes = (("q", q), ("k", kv), ("v", kv))
+        out = [WeightMatrix(f"{prefix}self_attn.{x}_proj", size, h, "rows") for x, size in sizes]
+        out.append(WeightMatrix(f"{prefix}self_attn.o_proj", h, q, "columns"))
     if layer not in shape.moe_layers:
         up = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")]
         down = f"{prefix}mlp.down_proj"

@@ -145,9 +145,9 @@ def make_check(
 def check_python(version: tuple[int, int], full: str) -> CheckResult:
     return make_check(
         "Python",
-        (3, 11) <= version < (3, 13),
+        (3, 11) <= version < (3, 14),
         full,
-        "use Python 3.11 or 3.12, then " + REINSTALL_COMMAND,
+        "use Python 3.11, 3.12 or 3.13, then " + REINSTALL_COMMAND,
         "fail",
     )
 

@@ -25,6 +25,7 @@ from r3async.config import (
     load_config,
 )
 from r3async.config.load import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
+from r3async.data.model_shape import take_text_config
 from r3async.data.statistics import mean_interval
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
@@ -277,9 +278,8 @@ def check_evaluated_model(target: EvaluationTarget, policy: str) -> None:
 
 
 def _check_positions(model: Path, tokens: int) -> None:
-    positions = decode_python_json((model / "config.json").read_bytes()).get(
-        "max_position_embeddings"
-    )
+    described = decode_python_json((model / "config.json").read_bytes())
+    positions = take_text_config(described).get("max_position_embeddings")
     if positions is not None and tokens > positions:
         raise ConfigError(
             f"`episode.max_total_tokens` = {tokens} is more than the {positions} positions of the "

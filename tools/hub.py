@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import Config, ConfigError
-from r3async.untrusted import decode_json_object
+from r3async.data.checkpoint_forms import list_weight_files
 
 MODEL_FILE_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Patterns of the files in a repository that a run reads."""
@@ -46,11 +46,8 @@ def resolve_hub_model(config: Config, *, download: bool) -> Config:
 
 def has_weights(directory: Path) -> bool:
     """Return whether all weight files of the index are there, or any if there is no index."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(decode_json_object(index.read_bytes()).get("weight_map", {}).values())
-        return all((directory / name).exists() for name in names)
-    return any(directory.glob("*.safetensors"))
+    files = list_weight_files(directory)
+    return bool(files) and all(file.exists() for file in files)
 
 
 def _find_cached(name: str) -> Path | None:

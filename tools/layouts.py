@@ -95,7 +95,10 @@ def recommend_layout(shape: ModelShape, config: Config, tokens: int) -> str:
     64 times as many.
     """
     if config.learner.backend != "megatron":
-        return '`learner.backend` = "megatron" divides a model in more ways'
+        return (
+            "More ranks hold less each: raise `learner.parallel.dp`, and `ep` with it; "
+            "`learner.recompute` and `learner.offload_moments` take less, too"
+        )
     gpus = config.learner.parallel.world_size
     for count in (gpus << n for n in range(7)):
         layout = choose_layout(shape, config, count, tokens)

@@ -11,7 +11,7 @@ with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.rank_para
 with `shard_optimizer`, replicas of the same parameters shard masters and moments among them, and
 with `shard_gradients` gradients. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes per
 parameter by dp (its shards are the fp32 masters), and holds the vocabulary and two full layers in
-the compute dtype, with one layer's fp32 gradient.
+the compute dtype, with one layer's fp32 gradient. Of a layer's experts, a rank holds 1 / ep then.
 
 The teacher of `algorithm.distillation` has weights only, sharded in the same way.
 
@@ -29,7 +29,8 @@ kept for the backward pass, by token and layer, in the compute dtype:
   after their norms, queries, keys and values as projected and as attended, and the result;
 * feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h +
   3 w) (a token is sent to k experts), with the experts of transformers k (h + 6 w), and 2 · experts
-  values in fp32 for the router. While one mixture runs backward, k (h + 4 w) more. Tests compare
+  values in fp32 for the router. While one mixture runs backward, k (h + 4 w) more, and 3 k h with
+  `backend = "torch"` and ep > 1: rows as sent, as they arrive and as they return. Tests compare
   this with what a learner keeps;
 * `recompute = "selective"`: 2 h of an MoE layer, and one layer's mixture while it is recomputed;
   `"full"`: h per layer, and one full layer.
@@ -64,6 +65,12 @@ import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
 from r3async.config.vllm_arguments import CACHE_DTYPE_BYTES
+from r3async.data import models
+from r3async.data.checkpoint_forms import (
+    CheckpointFormError,
+    QuantizedForm,
+    read_quantized_form,
+)
 from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
 from r3async.data.models import (
     ARCHITECTURES,
@@ -95,58 +102,12 @@ SENDER_BUCKETS = 4
 """Buckets that a process holds at most while it sends weights with NCCL (`weights.nccl`)."""
 
 
-_QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-    },
-    "Qwen3-235B-A22B": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_attention_heads": 64,
-    },
-    "Qwen2.5-1.5B-Instruct": {
-        "model_type": "qwen2",
-        "num_hidden_layers": 28,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "Qwen2.5-7B-Instruct": {
-        "model_type": "qwen2",
-        "num_hidden_layers": 28,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-    },
-}
-"""Numbers of published models from their own `config.json`:
-huggingface.co/Qwen/NAME/blob/main/config.json."""
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = decode_python_json(
+    Path(models.__file__).with_name("published_models.json").read_bytes()
+)
+"""Sizes of published models from their own `config.json`, huggingface.co/ORGANISATION/NAME; of
+Qwen3.5-35B-A3B and GLM-4.5-Air as transformers writes it again, of Bamba-9B and Olmo-Hybrid-7B as
+transformers documents it. Read in November 2026."""
 
 INIT_VOCAB_SIZE = 264
 """Vocabulary of a model that `model.init` makes: 256 bytes and six special tokens, in a
@@ -214,6 +175,18 @@ def find_model_shape(config: Config) -> tuple[ModelShape, str]:
         made = config.model.init.build_model_config(INIT_VOCAB_SIZE)
         return read_planned_shape(made, "model.init"), "model.init: made when the run starts"
     return _find_shape_at(path, "model.path")
+
+
+def find_quantized_form(config: Config) -> QuantizedForm | None:
+    """Return the form of the quantized weights of a run's model; None if it has none. Raises
+    `ConfigError` for a form that cannot be read."""
+    file = Path(config.model.path or "-") / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return read_quantized_form(decode_python_json(file.read_bytes()))
+    except CheckpointFormError as error:
+        raise ConfigError(f"`model.path` = {config.model.path!r}: {error}") from error
 
 
 def _find_shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
@@ -305,7 +278,11 @@ def _estimate_without_teacher(shape: ModelShape, config: Config) -> RankMemory:
     width = DTYPE_BYTES[learner.dtype]
     context = int(CONTEXT_BYTES) if shape.num_parameters > GPU_PARAMETERS else 0
     if learner.backend == "torch" and p.dp > 1:
-        largest = max(map(shape.layer_parameters, range(shape.num_layers)))
+        elsewhere = shape.expert_parameters - shape.expert_parameters // p.ep
+        largest = max(
+            shape.layer_parameters(i) - (elsewhere if i in shape.moe_layers else 0)
+            for i in range(shape.num_layers)
+        )
         held = -(-shape.num_parameters // p.dp)
         whole = (
             2 * largest + shape.embedding_parameters * (1 if shape.tied_embeddings else 2)
@@ -414,8 +391,13 @@ def count_layer_activations(
     if shape.kv_rank:
         both = a * (2 * shape.qk_dim + shape.value_dim)
         attention = 2 * h + 2 * (shape.query_rank + shape.kv_rank) + 2 * both + a * shape.value_dim
+    if index not in shape.attention_layers:
+        attention = 0
+    if index in shape.recurrent_layers:
+        # What its projections return is kept, before and after the convolution, in float32.
+        attention += 2 * h + 4 * shape.recurrent_parameters // h
     if index not in shape.moe_layers:
-        return attention + 2 * h + 5 * shape.mlp_width, 0.0
+        return attention + 2 * h + 5 * shape.mlp_width * (index in shape.dense_layers), 0.0
     mixture = (
         shape.top_k * (h + (3 if own_kernels else 6) * shape.expert_width)
         + 4 * shape.num_experts
@@ -435,7 +417,10 @@ def _estimate_activations(shape: ModelShape, config: Config, stage: int) -> int:
             shape, index, own_kernels=learner.backend == "megatron"
         )
         if index in shape.moe_layers:
-            backward = float(shape.top_k * (shape.hidden_size + 4 * shape.expert_width))
+            exchanged = 3 if learner.backend == "torch" and p.ep > 1 else 0
+            backward = float(
+                shape.top_k * ((1 + exchanged) * shape.hidden_size + 4 * shape.expert_width)
+            )
         if learner.recompute == "full":
             kept = kept + shape.hidden_size
             once = max(once, base + mixture)
@@ -474,9 +459,8 @@ def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     heads = max(1, shape.num_kv_heads // tp)  # fewer heads than ranks are held more than once
     # Latent attention keeps the compressed form of keys and values, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
-    per_token = (
-        shape.num_layers * values * (CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width)
-    )
+    cached = CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width
+    per_token = len(shape.attention_layers) * values * cached
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
     graphs = 0.0
     if shape.num_parameters > GPU_PARAMETERS:

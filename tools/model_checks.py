@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, ConfigError
+from r3async.data.checkpoint_forms import INDEX_FILE
+from r3async.data.engine_models import find_engine_model
 from r3async.data.model_shape import (
     ModelShape,
     ModelShapeError,
@@ -19,9 +21,9 @@ from r3async.data.model_shape import (
     read_moe_layers,
     take_text_config,
 )
-from r3async.data.models import find_architecture
 from r3async.learner import LearnerError
 from r3async.learner.adapter_targets import select_targets
+from r3async.rollout.vllm.engine_packages import has_torchvision
 from r3async.untrusted import decode_python_json
 from r3async.world.processes import pause_garbage_collector
 
@@ -31,7 +33,6 @@ from .memory import check_model_type
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
-WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_teacher(config: Config) -> None:
@@ -106,7 +107,7 @@ def check_model_files(name: str, setting: str) -> str:
 
 def _check_shards(path: Path, label: str) -> None:
     """Check that all shards of a model are there, with the index of their contents."""
-    index = path / WEIGHT_INDEX_FILE
+    index = path / INDEX_FILE
     shards = sorted(file.name for file in path.glob("*-of-*.safetensors"))
     if index.is_file():
         named = _read_json(index, label).get("weight_map", {})
@@ -117,10 +118,12 @@ def _check_shards(path: Path, label: str) -> None:
                 "copy them into it"
             )
     elif shards and not (path / "model.safetensors").is_file():
-        raise ConfigError(
-            f"{label} has its weights in {len(shards)} files ({shards[0]}, …) and no "
-            f"{WEIGHT_INDEX_FILE}, which says what is in which: copy it into the directory"
-        )
+        count = shards[0].removesuffix(".safetensors").rpartition("-of-")[2]
+        if count != f"{len(shards):05}":
+            raise ConfigError(
+                f"{label} has its weights in {len(shards)} files of {count} ({shards[0]}, …) and "
+                f"no {INDEX_FILE}: copy the others into the directory"
+            )
 
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:
@@ -131,27 +134,50 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def check_engine_config(config: Config) -> None:
-    """Check for the entries of `config.json` that vLLM reads and transformers does not.
+def check_engine_config(config: Config, *, on_cpu: bool) -> None:
+    """Check that vLLM computes what the `config.json` says, and can on this machine.
 
-    Without them vLLM would compute another model.
+    Args:
+        on_cpu: The engines certainly have no GPU.
     """
-    found = _read_json(Path(config.model.path) / "config.json", "`model.path`")
-    known = find_architecture(found.get("model_type", ""))
-    if known is None or config.generator.engine != "vllm":
+    if config.generator.engine != "vllm":
         return
-    if known.engine_unsupported_reason:
+    described = _read_json(Path(config.model.path) / "config.json", "`model.path`")
+    try:
+        text = take_text_config(described)
+    except ModelShapeError as error:
+        raise ConfigError(f"`model.path` = {config.model.path!r}: {error}") from error
+    kind = str(text.get("model_type"))
+    known = find_engine_model(kind)
+    where = f"`model.path` = {config.model.path!r}"
+    reason = known.unsupported_reason or (known.cpu_unsupported_reason if on_cpu else "")
+    if reason:
         raise ConfigError(
-            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the "
-            f"engine: {known.engine_unsupported_reason}. `r3async sft` trains it"
+            f"{where}: vLLM{' on CPU' if not known.unsupported_reason else ''} cannot generate "
+            f"with {kind}: {reason}. `r3async sft` trains it"
         )
-    for key, needed in known.engine_config.items():
-        if found.get(key) != needed:
+    if on_cpu and known.cpu_dtype_reason and config.generator.dtype != "bfloat16":
+        raise ConfigError(
+            f"{where}: vLLM on CPU generates with {kind} in bfloat16 only: "
+            f"{known.cpu_dtype_reason}. Set generator.dtype=bfloat16"
+        )
+    if on_cpu and known.imports_torchvision and not has_torchvision():
+        raise ConfigError(
+            f"{where}: vLLM imports torchvision for {kind}, and engines have none: `make install` "
+            "installs it for them"
+        )
+    for key, needed in known.needed_config.items():
+        if text.get(key) != needed:
             raise ConfigError(
-                f"`model.path` = {config.model.path!r}: its config.json has `{key}` = "
-                f"{json.dumps(found.get(key))}, and vLLM computes {known.title} with "
-                f"{json.dumps(needed)} only: add it to that file"
+                f"{where}: its config.json has `{key}` = {json.dumps(text.get(key))}, and vLLM "
+                f"computes {kind} with {json.dumps(needed)} only: add it to that file"
             )
+    for key, value in known.iter_differences(text):
+        raise ConfigError(
+            f"{where}: its config.json has `{key}` = {json.dumps(text[key])}, which vLLM does not "
+            f"read: it computes {kind} with {json.dumps(value)}, so engine and learner would have "
+            "different models. `r3async sft` trains it"
+        )
 
 
 def check_model_kind(config: Config) -> None:

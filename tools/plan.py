@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from r3async.actors.placement_plan import ResourceDemand, check_transfers, find_smallest_layout
-from r3async.config import Config
+from r3async.config import Config, ParallelConfig
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.tokens import SCHEMA
 from r3async.data.write_sizes import DTYPE_BYTES, WriteSizes
@@ -29,6 +29,7 @@ from .memory import (
     estimate_engine_memory,
     estimate_rank_memory,
     find_model_shape,
+    find_quantized_form,
 )
 from .speed import PUBLISHED_SPEEDS, TrainingSpeed, estimate_speed
 from .traffic import describe_host_memory, describe_step_traffic, format_bytes
@@ -76,6 +77,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     wire_bytes_per_step: int
     buffer_bytes: int
     version_bytes: int
+    adapter_bytes: int
+    """Bytes of a version that has adapters alone; 0 if versions have all weights."""
     write_seconds: float
     """Timeout for writing a version, in seconds (`weights.write_timeout`)."""
     first_install_seconds: float
@@ -147,6 +150,7 @@ def make_run_plan(config: Config) -> RunPlan:
     tokens = rows * config.episode.max_total_tokens
     per_token = count_wire_bytes(routing)
     written = WriteSizes.for_model(config, shape.num_parameters)
+    adapter_bytes = _count_adapter_bytes(shape, config)
     gpus, shared, hosts, across = _plan_placement(config) if on_gpus else (0, False, [], [])
     plan = RunPlan(
         model=shape.name,
@@ -163,11 +167,14 @@ def make_run_plan(config: Config) -> RunPlan:
         wire_bytes_per_step=episodes * (tokens * per_token + TRAJECTORY_HEADER_BYTES),
         buffer_bytes=max_buffer_bytes(config, shape.routing_shape),
         version_bytes=written.version_bytes,
+        adapter_bytes=adapter_bytes,
         write_seconds=config.weights.resolve_write_timeout(written.version_bytes),
         first_install_seconds=config.weights.resolve_install_timeout(
             written.version_bytes, first=True
         ),
-        install_seconds=config.weights.resolve_install_timeout(written.version_bytes, first=False),
+        install_seconds=config.weights.resolve_install_timeout(
+            adapter_bytes or written.version_bytes, first=False
+        ),
         checkpoint_bytes=written.checkpoint_bytes,
         checkpoint_seconds=config.checkpoint.resolve_write_timeout(written.checkpoint_bytes),
         rank=rank,
@@ -293,6 +300,12 @@ def _make_notes(
             f"need {format_bytes(engine.kv_needed)} of KV cache, and there are "
             f"{format_bytes(free)}: when all are long, the engine preempts some"
         )
+    form = find_quantized_form(config)
+    if form is not None:
+        notes.append(
+            f"the weights in {form} are dequantized when they are read: all figures here count "
+            f"{format_count(shape.num_parameters)} parameters in {config.learner.dtype}"
+        )
     if config.learner.lora.rank:
         made = count_adapters(shape, config.learner)
         notes.append(
@@ -300,6 +313,11 @@ def _make_notes(
             "rank; of the weights that they are added to, "
             f"{format_bytes(made.adapted_weights * DTYPE_BYTES[config.learner.dtype])} as in the "
             "start model are in host memory, for each rank"
+        )
+    if shape.recurrent_layers and config.learner.share_prefixes:
+        notes.append(
+            f"{len(shape.recurrent_layers)} of {shape.num_layers} layers keep a state, in which "
+            "samples cannot share a prefix: learner.share_prefixes has no effect"
         )
     p = config.learner.parallel
     if config.supervise.copy_steps and 1 < p.world_size <= (
@@ -317,6 +335,21 @@ def _make_notes(
             "start again from them if one is lost"
         )
     return notes
+
+
+def _count_adapter_bytes(shape: ModelShape, config: Config) -> int:
+    if not config.learner.lora.delivers_adapters:
+        return 0
+    whole = msgspec.structs.replace(config.learner, parallel=ParallelConfig())
+    made = count_adapters(shape, whole)
+    return made.adapter_parameters * DTYPE_BYTES[config.generator.dtype]
+
+
+def _describe_version(plan: RunPlan) -> str:
+    weights = format_bytes(plan.version_bytes)
+    if not plan.adapter_bytes:
+        return f"{weights} a version to each host"
+    return f"{weights} to each host once, then {format_bytes(plan.adapter_bytes)} a version"
 
 
 def format_count(count: float) -> str:
@@ -366,7 +399,7 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
             if plan.buffer_bytes > config.transport.credit_bytes
             else ""
         ),
-        f"weights     {format_bytes(plan.version_bytes)} a version to each host; shared memory for "
+        f"weights     {_describe_version(plan)}; shared memory for "
         f"{VERSIONS_IN_MEMORY}: {format_bytes(VERSIONS_IN_MEMORY * plan.version_bytes)}",
         f"            at most {plan.write_seconds:.0f} s to write (weights.write_timeout)",
         f"            {plan.first_install_seconds:.0f} s for an engine's first installation, "

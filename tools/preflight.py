@@ -194,7 +194,9 @@ START_CHECKS = (
     StartCheck("placement", lambda start: start.plan),
     StartCheck("message size", lambda start: check_message_size(start.config, start.plan)),
     StartCheck("GPU memory", lambda start: check_gpu_memory(start.config, start.shape, start.plan)),
-    StartCheck("engine's model", lambda start: _check_engine_model(start.config), ("model",)),
+    StartCheck(
+        "engine's model", lambda start: _check_engine_model(start), ("model",), ("train", "eval")
+    ),
     StartCheck("adapters", lambda start: _check_adapters(start), (), BOTH),
     StartCheck("devices", lambda start: check_devices(start.config, start.shape), ("devices",)),
     StartCheck("addresses", lambda start: check_addresses(start.config), ("devices",)),
@@ -312,8 +314,14 @@ def _check_model_type(config: Config) -> None:
 
 
 def _check_head_size(start: StartRequest) -> None:
-    on_cpu = not start.find_obstacle("devices") and not has_gpu()
-    check_head_size(start.config, start.shape, on_cpu=on_cpu)
+    check_head_size(start.config, start.shape, on_cpu=_has_cpu_engines(start))
+
+
+def _has_cpu_engines(start: StartRequest) -> bool:
+    """Return True if the engines certainly have no GPU."""
+    if start.command == "eval":
+        return not has_gpu()
+    return not start.find_obstacle("devices") and not has_gpu()
 
 
 def _check_adapters(start: StartRequest) -> None:
@@ -323,9 +331,9 @@ def _check_adapters(start: StartRequest) -> None:
         check_planned_adapters(start.config, start.shape)
 
 
-def _check_engine_model(config: Config) -> None:
-    if config.model.path:
-        check_engine_config(config)
+def _check_engine_model(start: StartRequest) -> None:
+    if start.config.model.path:
+        check_engine_config(start.config, on_cpu=_has_cpu_engines(start))
 
 
 def _check_tensors(config: Config) -> None:

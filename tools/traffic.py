@@ -91,8 +91,17 @@ def count_copy_bytes(shape: ModelShape, config: Config, tokens: int) -> float:
         # FSDP: shards of weights for both passes and the recomputation, and gradients in float32,
         # of every micro-batch.
         n = learner.parallel.dp
+        ep = learner.parallel.ep
         gathers = 3 if learner.recompute == "full" else 2
-        return passes * shape.num_parameters * (gathers * width + 4) * (n - 1) / n
+        all_experts = len(shape.moe_layers) * shape.expert_parameters
+        gathered = sum(
+            held * (copies - 1) / copies
+            for held, copies in (
+                (shape.num_parameters - all_experts, n),
+                (all_experts / ep, n // ep),
+            )
+        )
+        return passes * gathered * (gathers * width + 4)
     many, of_experts = count_replicas(learner)
     rest, experts = _count_parameters(shape, config)
     # Sums in float32, to each rank its share; then the sums, or the updated weights, to all.

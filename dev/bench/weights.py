@@ -59,8 +59,8 @@ def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLin
     measured = Measurements()
     measured.facts = {
         "weights": (
-            f"{tensors:,} tensors, {_last_value(rows, 'weights/bytes') / 1e6:.1f} MB in "
-            f"{config.generator.dtype}"
+            f"{tensors:,} tensors of the model; a version has "
+            f"{_last_value(rows, 'weights/bytes') / 1e6:.1f} MB in {config.generator.dtype}"
         ),
         "engines are paused for": f"{rows[-1]['weights/paused_share']:.1%} of the time",
     }
@@ -68,7 +68,11 @@ def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLin
         for part, name in PART_METRICS.items():
             if name not in row:  # nothing was delivered during this step
                 continue
-            each = 1e6 * row[name] / tensors if part not in ("update", "step") else None
+            # A version of adapters has other tensors than the model.
+            is_counted = (
+                part not in ("update", "step") and not config.learner.lora.delivers_adapters
+            )
+            each = 1e6 * row[name] / tensors if is_counted else None
             measured.add_figures(part, {"ms": 1e3 * row[name], "µs a tensor": each})
     return measured
 

@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
     """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts
-    are divided among."""
+    are divided among. Tokens travel to their experts, by all-to-all."""
     cp: PositiveInt = 1
     """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during
     attention (Ulysses). For long samples: each has `1 / cp` of the activations."""
@@ -67,11 +67,18 @@ AdamBeta = Annotated[float, NumberRange(0, 0.999999999)]
 
 
 ALL_LINEAR = "all-linear"
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM (0.30) makes slots for adapters. Others take the next slot."""
+SERVED_MODULES = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+"""Ends of the names of matrices whose adapters engines add themselves (`lora.deliver`)."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B A` replaces each targeted
-    matrix `W`, and only `A` and `B` are trained. Engines are given the merged weights."""
+    matrix `W`, and only `A` and `B` are trained."""
 
     rank: int = 0
     """Rank of the adapters: columns of `B` and rows of `A`. 0: no adapters; all
@@ -82,12 +89,41 @@ class LoraConfig(Section):
     """Matrices that get adapters, by a part of their names: `q_proj`, `self_attn`, `experts`,
     `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router
     (`mlp.gate`) is targeted only by name; embeddings and the output layer cannot be."""
+    deliver: Literal["merged", "adapter"] = "merged"
+    """What a version for the engines has. `merged`: all weights, with the adapters added to them.
+    `adapter`: `A` and `B` alone, for attention and dense layers only; engines load them between
+    two steps, and requests keep the version that they began with."""
+
+    @property
+    def delivers_adapters(self) -> bool:
+        """True if versions have adapters alone."""
+        return bool(self.rank) and self.deliver == "adapter"
+
+    def list_served_modules(self) -> list[str]:
+        """Return those of `SERVED_MODULES` in which `targets` may name a matrix."""
+        known = {part for module in SERVED_MODULES for part in module.split(".")}
+        named = [known.intersection(target.split(".")) for target in self.targets]
+        return [
+            module
+            for module in SERVED_MODULES
+            if any(parts <= set(module.split(".")) for parts in named)
+        ]
 
     def check_values(self) -> None:
+        if self.delivers_adapters and self.rank > SERVED_RANKS[-1]:
+            raise ValueError(
+                f"`rank` = {self.rank} is more than the {SERVED_RANKS[-1]} that vLLM serves: lower "
+                'it, or set `deliver` = "merged"'
+            )
         if not self.targets or not all(target.strip(".") for target in self.targets):
             raise ValueError(
                 f'`targets` must name matrices, such as ["{ALL_LINEAR}"] or ["q_proj", "experts"]'
             )
+
+
+def is_served_module(name: str) -> bool:
+    """Return whether engines can add an adapter of the matrix of that name themselves."""
+    return any(f".{name}".endswith(f".{module}") for module in SERVED_MODULES)
 
 
 def matches_target(target: str, name: str, *, router: bool) -> bool:
@@ -160,10 +196,10 @@ class LearnerConfig(Section):
 
     def check_values(self) -> None:
         p = self.parallel
-        if self.backend == "torch" and max(p.tp, p.cp, p.pp, p.ep) > 1:
+        if self.backend == "torch" and max(p.tp, p.cp, p.pp) > 1:
             raise ValueError(
-                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, cp, pp and '
-                'ep need backend = "megatron"'
+                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2), and experts over '
+                '`ep` of these ranks; tp, cp and pp need backend = "megatron"'
             )
         if self.backend == "torch" and self.shard_optimizer:
             raise ValueError(

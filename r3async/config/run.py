@@ -125,6 +125,8 @@ class Config(Section):
                 '`generator.engine = "scripted"` has no weights to compare: set '
                 "`weights.probe` = false"
             )
+        if self.learner.lora.delivers_adapters:
+            self._check_delivery_of_adapters()
         self.evaluation.check_keep_best(
             self.checkpoint.keep_best, self.schedule.steps_per_publication
         )
@@ -133,4 +135,22 @@ class Config(Section):
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
                 "`learner.max_tokens_per_micro_batch` = "
                 f"{self.learner.max_tokens_per_micro_batch}: such a sample could not be trained"
+            )
+
+    def _check_delivery_of_adapters(self) -> None:
+        if self.generator.engine == "scripted":
+            raise ValueError(
+                '`generator.engine` = "scripted" has no model to which adapters could be added: '
+                'set `learner.lora.deliver` = "merged"'
+            )
+        if self.generator.on_update != "keep":
+            raise ValueError(
+                f'`generator.on_update` = "{self.generator.on_update}" is about requests that run '
+                'through an update, and with `learner.lora.deliver` = "adapter" each keeps its '
+                'version to the end: set it to "keep"'
+            )
+        if self.weights.backend == "nccl":
+            raise ValueError(
+                '`weights.backend` = "nccl" sends whole weights, and with `learner.lora.deliver` = '
+                '"adapter" a version is a small file: set `weights.backend` = "auto"'
             )

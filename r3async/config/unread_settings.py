@@ -154,7 +154,7 @@ READ_CONDITIONS = (
         lambda c: c.learner.lr_schedule != "constant",
     ),
     ReadCondition(
-        ("learner.lora.alpha", "learner.lora.targets"),
+        ("learner.lora.alpha", "learner.lora.targets", "learner.lora.deliver"),
         "`learner.lora.rank`",
         lambda c: c.learner.lora.rank,
     ),

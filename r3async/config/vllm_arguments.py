@@ -27,10 +27,14 @@ _SAMPLING_REASON = (
     "set `episode.temperature`, `top_p`, `top_k` or `min_p`: the learner computes the "
     "same distribution"
 )
+_ADAPTER_REASON = 'set `learner.lora.deliver` = "adapter": adapters are versions of the policy'
 
 OWNED_ENGINE_ARGS = {
     "model": "set `model.path`",
     "dtype": "set `generator.dtype`",
+    "language_model_only": (
+        "text alone is generated and trained, and versions have no weights of other models"
+    ),
     "seed": "set `seed`: each generator's engine has one of its own, made from it",
     "max_model_len": "set `episode.max_total_tokens`",
     "max_num_seqs": "set `generator.concurrency`",
@@ -67,7 +71,11 @@ OWNED_ENGINE_ARGS = {
     "spec_tokens": _DRAFT_REASON,
     "quantization": _DTYPE_REASON,
     "quantization_config": _DTYPE_REASON,
-    "enable_lora": "every version replaces all weights of the model",
+    "enable_lora": _ADAPTER_REASON,
+    "max_loras": _ADAPTER_REASON,
+    "max_cpu_loras": _ADAPTER_REASON,
+    "max_lora_rank": _ADAPTER_REASON,
+    "lora_target_modules": _ADAPTER_REASON,
     "cpu_offload_gb": _OFFLOAD_REASON,
     "offload_backend": _OFFLOAD_REASON,
     "kv_offloading_size": _TRANSFER_REASON,
@@ -122,7 +130,7 @@ NEUTRAL_ENGINE_ARGS = frozenset(
     additional_config async_scheduling code_revision cudagraph_capture_sizes cudagraph_metrics
     disable_hybrid_kv_cache_manager distributed_timeout_seconds download_dir enable_chunked_prefill
     enable_ep_weight_filter enable_prefix_caching expert_placement_strategy fail_on_environ_validation hf_token
-    ignore_patterns jit_monitor_mode kv_cache_metrics language_model_only limit_mm_per_prompt
+    ignore_patterns jit_monitor_mode kv_cache_metrics limit_mm_per_prompt
     long_prefill_token_threshold mamba_block_size mamba_cache_mode max_cudagraph_capture_size max_logprobs
     max_num_scheduled_tokens max_parallel_loading_workers model_loader_extra_config numa_bind numa_bind_cpus
     numa_bind_nodes otlp_traces_endpoint prefill_schedule_interval prefix_cache_retention_interval
@@ -135,8 +143,8 @@ NEUTRAL_ENGINE_ARGS = frozenset(
 what is computed."""
 
 UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM's CPU build brings and text models do not need. They often do not fit its
-torch, and then vLLM does not start. `make install` removes them on CPU."""
+"""Packages that vLLM's CPU build brings. They often do not fit its torch, and then neither vLLM nor
+transformers imports. `make install` removes them on CPU; see `rollout/vllm/engine_packages.py`."""
 
 CACHE_DTYPE_BYTES = {"auto": 0, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of a key's or value's element by `kv_cache_dtype`; 0 stands for `generator.dtype`."""

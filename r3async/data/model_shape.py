@@ -6,12 +6,18 @@ Only numbers are read here: those from which plans, costs, ranks and records of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.data.models import ModelArchitecture, QueryNorm, find_architecture
+from r3async.data.layer_kinds import (
+    COMMON_KEYS,
+    count_recurrent_parameters,
+    list_layer_kinds,
+    use_common_keys,
+)
+from r3async.data.models import ARCHITECTURES, ModelArchitecture, QueryNorm, find_architecture
 
 if TYPE_CHECKING:
     from r3async.config import LearnerConfig, ParallelConfig
@@ -87,20 +93,31 @@ FLAG_KEYS = (
 def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) -> None:
     """Raise `ModelShapeError` if a `config.json` lacks a size: transformers would silently take
     its own default."""
-    missing = [
-        key
-        for key in architecture.size_keys
-        if config.get(key) is None and not (key in NULLABLE_SIZES and key in config)
-    ]
-    if architecture.moe_module and all(
-        config.get(key) is None for key in architecture.expert_count_keys
-    ):
-        missing.append("' or '".join(architecture.expert_count_keys))
+    missing = _list_missing(config, architecture.size_keys)
+    # Some families have models without a mixture among those with.
+    may_have_mixtures = architecture.moe_module and not missing
+    if may_have_mixtures and list_layer_kinds(config, has_experts=True).mixtures:
+        experts = "|".join(architecture.expert_count_keys)
+        missing = _list_missing(config, (experts, *architecture.mixture_size_keys))
     if missing:
         raise ModelShapeError(
-            f"config.json has no '{missing[0]}', for which transformers would take a value of its "
-            "own: add the one that the weights have"
+            f"config.json has no {name_key(missing[0])}, for which transformers would take a value "
+            "of its own: add the one that the weights have"
         )
+
+
+def _list_missing(config: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    def is_given(key: str) -> bool:
+        return config.get(key) is not None or (key in NULLABLE_SIZES and key in config)
+
+    return [each for each in keys if not any(map(is_given, each.split("|")))]
+
+
+def name_key(key: str) -> str:
+    """Return a key of `COMMON_KEYS`, or several with `|` between them, with all its names, for a
+    message."""
+    names = [name for one in key.split("|") for name in (one, *COMMON_KEYS.get(one, ()))]
+    return " or ".join(repr(name) for name in names)
 
 
 def check_size_values(config: Mapping[str, Any]) -> None:
@@ -205,8 +222,8 @@ def _check_size_relations(config: Mapping[str, Any]) -> None:
     if expert_groups is None or chosen_groups is None:
         missing = "n_group" if expert_groups is None else "topk_group"
         raise ModelShapeError(
-            f"config.json has no {missing!r}, for which transformers would take a value of its "
-            "own: add the one that the weights have"
+            f"config.json has no {name_key(missing)}, for which transformers would take a value of "
+            "its own: add the one that the weights have"
         )
     if chosen_groups > expert_groups or (experts and experts % expert_groups):
         raise ModelShapeError(
@@ -215,17 +232,20 @@ def _check_size_relations(config: Mapping[str, Any]) -> None:
         )
 
 
-def take_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a `config.json` that describes the language model. Raises
-    `ModelShapeError` like `check_size_values`."""
+def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a `config.json` that describes the language model, with common keys (see
+    `use_common_keys`). Raises `ModelShapeError` like `check_size_values`."""
     inner = config.get("text_config", config)
     if not isinstance(inner, Mapping):
         raise ModelShapeError(f"config.json has `text_config` = {inner!r:.80}, which is no object")
     kind = inner.get("model_type", "")
     if not isinstance(kind, str):
         raise ModelShapeError(f"config.json has `model_type` = {kind!r:.80}, which is no text")
-    check_size_values(inner)
-    return inner
+    known = kind in ARCHITECTURES
+    # transformers reads a declared model's own keys only, so another name would be overlooked.
+    common = dict(inner) if known else use_common_keys(inner)
+    check_size_values(common)
+    return common
 
 
 def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
@@ -239,14 +259,7 @@ def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, lis
     known = find_architecture(config.get("model_type", ""))
     if known:
         check_size_keys(config, known)
-    experts = next(
-        (
-            n
-            for k in (known.expert_count_keys if known else EXPERT_COUNT_KEYS)
-            if (n := config.get(k))
-        ),
-        0,
-    )
+    experts = _count_experts(config, known)
     if experts < 2:
         return None, []
     missing = [
@@ -256,24 +269,21 @@ def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, lis
     ]
     if missing:
         raise ModelShapeError(
-            f"config.json has no {missing[0]!r} that is a number, so its routes cannot be told"
+            f"config.json has no {name_key(missing[0])} that is a number, so its routes cannot be "
+            "told"
         )
     _check_layer_lists(config)
-    dense = set(config.get("mlp_only_layers") or ()) | set(
-        range(config.get("first_k_dense_replace") or 0)
-    )
-    step = config.get("decoder_sparse_step") or 1
-    frequency = config.get("moe_layer_freq") or 1
-    layers = [
-        i
-        for i in range(config["num_hidden_layers"])
-        if i not in dense
-        and (i + 1) % step == 0
-        and (frequency[i] if isinstance(frequency, list) else i % frequency == 0)
-    ]
+    layers = list(list_layer_kinds(config, has_experts=True).mixtures)
+    if not layers:
+        return None, []
     return RoutingShape(
         layers=len(layers), top_k=config["num_experts_per_tok"], num_experts=experts
     ), layers
+
+
+def _count_experts(config: Mapping[str, Any], known: ModelArchitecture | None) -> int:
+    keys = known.expert_count_keys if known else EXPERT_COUNT_KEYS
+    return next((number for key in keys if (number := config.get(key))), 0)
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -308,6 +318,17 @@ class ModelShape(msgspec.Struct, frozen=True):
     """Rank of the low projection of queries in latent attention; 0 if queries have none."""
     rope_dim: int = 0
     """Size of the rotated part of a head in latent attention."""
+    attention_layers: tuple[int, ...] = ()
+    recurrent_layers: tuple[int, ...] = ()
+    """Layers that keep a state. They may have attention as well."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with a feed-forward that is no mixture of experts."""
+    recurrent_parameters: int = 0
+    """Number of parameters of one layer's recurrent or convolutional mixer."""
+    has_gated_experts: bool = True
+    """True if an expert, and a dense feed-forward, has a gate beside its two matrices."""
+    has_gated_attention: bool = False
+    """True if queries come with a gate of the same size for attention's output."""
     full_attention_layers: int = 0
     """Number of layers whose attention sees every earlier token."""
     window_tokens: int = 0
@@ -340,7 +361,8 @@ class ModelShape(msgspec.Struct, frozen=True):
                 + query
                 + self.kv_rank * self.num_heads * (self.qk_dim - self.rope_dim + self.value_dim)
             )
-        qkv = self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        queries = self.num_heads * (1 + self.has_gated_attention)
+        qkv = self.head_dim * (queries + 2 * self.num_kv_heads)
         return (
             out
             + self.hidden_size * qkv
@@ -366,12 +388,19 @@ class ModelShape(msgspec.Struct, frozen=True):
     def expert_parameters(self) -> int:
         """The number of parameters of all routed experts of one MoE layer."""
         biases = (2 * self.expert_width + self.hidden_size) * self.has_sinks_and_biases
-        return self.num_experts * (3 * self.hidden_size * self.expert_width + biases)
+        return self.num_experts * (
+            self.matrices_per_expert * self.hidden_size * self.expert_width + biases
+        )
+
+    @property
+    def matrices_per_expert(self) -> int:
+        """The number of matrices of an expert, and of a dense layer's feed-forward."""
+        return 2 + self.has_gated_experts
 
     @property
     def shared_expert_parameters(self) -> int:
         """The number of parameters of all shared experts of one MoE layer."""
-        return 3 * self.hidden_size * self.shared_width
+        return self.matrices_per_expert * self.hidden_size * self.shared_width
 
     @property
     def router_parameters(self) -> int:
@@ -386,7 +415,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def mlp_parameters(self) -> int:
         """The number of parameters of one dense layer's feed-forward."""
-        return 3 * self.hidden_size * self.mlp_width
+        return self.matrices_per_expert * self.hidden_size * self.mlp_width
 
     @property
     def embedding_parameters(self) -> int:
@@ -404,17 +433,20 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def active_parameters(self) -> int:
         """The number of parameters that one token uses."""
-        unused = (self.num_experts - self.top_k) * 3 * self.hidden_size * self.expert_width
+        each = self.matrices_per_expert * self.hidden_size * self.expert_width
+        unused = (self.num_experts - self.top_k) * each
         return self.num_parameters - unused * len(self.moe_layers)
 
     def layer_parameters(self, index: int) -> int:
         """Return the number of parameters of one layer."""
-        inner = (
-            self.expert_parameters + self.router_parameters
-            if index in self.moe_layers
-            else self.mlp_parameters
+        parts = (
+            (self.attention_layers, self.attention_parameters),
+            (self.recurrent_layers, self.recurrent_parameters),
+            (self.moe_layers, self.expert_parameters + self.router_parameters),
+            (self.dense_layers, self.mlp_parameters),
         )
-        return self.attention_parameters + self.norm_parameters + inner
+        norms = self.norm_parameters if index in self.attention_layers else 2 * self.hidden_size
+        return norms + sum(number for layers, number in parts if index in layers)
 
     def rank_parameters(self, learner: LearnerConfig, stage: int) -> int:
         """Return the number of parameters that a Megatron rank of pipeline stage `stage` holds.
@@ -484,6 +516,15 @@ class ModelShape(msgspec.Struct, frozen=True):
             )
 
 
+def _count_recurrent(c: Mapping[str, Any], name: str) -> int:
+    try:
+        return count_recurrent_parameters(c)
+    except (KeyError, TypeError) as error:
+        raise ModelShapeError(
+            f"config.json of {name} has layers that keep a state, and lacks a size of them: {error}"
+        ) from error
+
+
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
@@ -493,18 +534,19 @@ def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> Mod
     c = take_text_config(config)
     missing = [key for key in REQUIRED_KEYS if c.get(key) is None]
     if missing:
-        raise ModelShapeError(f"config.json of {name} has no {missing[0]!r}")
-    routing, moe_layers = read_moe_layers(c)
+        raise ModelShapeError(f"config.json of {name} has no {name_key(missing[0])}")
+    routing, _ = read_moe_layers(c)
     _check_size_relations(c)
     expert_width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0
     layers = c["num_hidden_layers"]
     heads = c["num_attention_heads"]
     rope_dim = c.get("qk_rope_head_dim") or 0
     head_dim = c.get("head_dim") or rope_dim or c["hidden_size"] // heads
-    kinds = c.get("layer_types") or ["full_attention"] * layers
+    kinds = list_layer_kinds(c, has_experts=routing is not None)
     known = find_architecture(c.get("model_type", "")) or ModelArchitecture(
         title="", example_models=""
     )
+    each_shared = c.get("moe_shared_expert_intermediate_size") or expert_width
     return ModelShape(
         name=name,
         model_type=str(config.get("model_type", "")),
@@ -513,23 +555,31 @@ def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> Mod
         num_heads=heads,
         num_kv_heads=c.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        mlp_width=c.get("intermediate_size") or 0,
+        mlp_width=(c.get("intermediate_size") or c.get("shared_intermediate_size") or 0)
+        if kinds.dense
+        else 0,
         vocab_size=c["vocab_size"],
-        tied_embeddings=bool(c.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(c.get("tie_word_embeddings", known.tied_by_default)),
         max_positions=c.get("max_position_embeddings") or 0,
-        moe_layers=tuple(moe_layers),
+        moe_layers=kinds.mixtures,
         num_experts=routing.num_experts if routing else 0,
         top_k=routing.top_k if routing else 0,
         expert_width=expert_width if routing else 0,
-        shared_width=expert_width * (c.get("n_shared_experts") or 0)
-        + (c.get("shared_expert_intermediate_size") or 0),
+        shared_width=each_shared * (c.get("n_shared_experts") or 0)
+        + (c.get("shared_expert_intermediate_size") or c.get("shared_intermediate_size") or 0),
         qk_dim=c["qk_nope_head_dim"] + rope_dim if c.get("qk_nope_head_dim") else head_dim,
         value_dim=c.get("v_head_dim") or head_dim,
         kv_rank=c.get("kv_lora_rank") or 0,
         query_rank=c.get("q_lora_rank") or 0,
         rope_dim=rope_dim,
-        full_attention_layers=kinds.count("full_attention"),
-        window_tokens=kinds.count("sliding_attention") * (c.get("sliding_window") or 0),
+        attention_layers=kinds.attention,
+        recurrent_layers=kinds.recurrent,
+        dense_layers=kinds.dense,
+        recurrent_parameters=_count_recurrent(c, name) if kinds.recurrent else 0,
+        has_gated_experts=known.has_gated_experts,
+        has_gated_attention=known.has_gated_attention,
+        full_attention_layers=len(kinds.attention) - kinds.windows,
+        window_tokens=kinds.windows * (c.get("sliding_window") or 0),
         qkv_bias=known.resolve_flag(known.qkv_bias, {"qkv_bias": True, **c}),
         query_norm=known.resolve_query_norm(c),
         has_shared_gate=bool(known.shared_gate_module),

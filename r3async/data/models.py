@@ -13,7 +13,8 @@ QueryNorm = Literal["", "head", "whole"]
 a token together."""
 
 EXPERT_BIAS_SUFFIX = "e_score_correction_bias"
-"""Suffix of the names of tensors that decide, together with the scores, which experts are
+EXPERT_BIAS_SUFFIXES = (EXPERT_BIAS_SUFFIX, "expert_bias")
+"""Suffixes of the names of tensors that decide, together with the scores, which experts are
 chosen. They are float32 in models of any dtype, in engines too: a rounded one would
 choose other experts."""
 
@@ -36,8 +37,13 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     example_models: str
     """Published models of this type."""
     size_keys: tuple[str, ...] = (*SIZE_KEYS, "num_key_value_heads")
-    """Keys that `config.json` must have. Where one is missing, transformers fills in its own
-    default, and the file then describes another model than the weights."""
+    """Keys that `config.json` must have, or one of several with `|` between them. Where one is
+    missing, transformers fills in its own default, and the file then describes another model than
+    the weights."""
+    mixture_size_keys: tuple[str, ...] = ()
+    """Further such keys of those models of the family that have mixtures of experts."""
+    tied_by_default: bool = False
+    """True if input and output embeddings are the same unless `config.json` says otherwise."""
     expert_count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     """Keys of the number of experts. transformers reads any of them, and no other; a mixture
     has one of them."""
@@ -51,6 +57,10 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     the chosen experts only."""
     has_sinks_and_biases: bool = False
     """True if attention has sinks, and its output, the routers and the experts have biases."""
+    has_gated_experts: bool = True
+    """True if an expert, and a dense feed-forward, has a gate beside its two matrices."""
+    has_gated_attention: bool = False
+    """True if queries come with a gate of the same size for attention's output."""
     normalized_gates: bool | str = "$norm_topk_prob"
     """True if the gates of the chosen experts add up to 1."""
     moe_module: str = "mlp"
@@ -61,12 +71,6 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     """Name of a mixture's shared experts, which form one block."""
     shared_gate_module: str = ""
     """Name of the gate of a mixture's shared experts."""
-    engine_unsupported_reason: str = ""
-    """Reason why vLLM cannot generate with it in a run. Empty: vLLM's log-probs and routes match
-    those of transformers, before and after a weight update."""
-    engine_config: Mapping[str, Any] = {}
-    """Keys of `config.json` without which vLLM silently takes it for another model. transformers
-    does not need them."""
     required_config: Mapping[str, Any] = {}
     """Keys of `config.json` for which backends other than transformers itself support
     only this value."""
@@ -145,7 +149,6 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
         example_models="DeepSeek-V3, DeepSeek-R1, Moonlight-16B-A3B",
         size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, *_SHARED_MOE_KEYS, *_MLA_KEYS),
         **_SIGMOID_ROUTING,
-        engine_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"norm_topk_prob": True},
     ),
     "glm4_moe": ModelArchitecture(
@@ -184,10 +187,46 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
 """Models that both backends train, keyed by `model_type`. A test compares each with
 transformers' own model."""
 
+_LAYER_KINDS_KEY = "layer_types|full_attention_interval|linear_attn_config"
+_HYBRID_SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_DELTA_KEYS = (_KV_HEADS_KEY, "head_dim", _LAYER_KINDS_KEY, "linear_num_value_heads")
+_MAMBA2_KEYS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_HYBRID_MOE_KEYS = (
+    *_HYBRID_SIZE_KEYS,
+    *_DELTA_KEYS,
+    "num_experts_per_tok",
+    _EXPERT_WIDTH_KEY,
+    "shared_expert_intermediate_size",
+)
+_DELTA_MLA_KEYS = (
+    *_HYBRID_SIZE_KEYS,
+    "intermediate_size",
+    _KV_HEADS_KEY,
+    "num_experts_per_tok",
+    _EXPERT_WIDTH_KEY,
+    "n_shared_experts",
+    "n_group",
+    *(key for key in _MLA_KEYS if key != "q_lora_rank"),
+    "linear_num_heads|linear_attn_config",
+    "linear_conv_kernel_dim|linear_attn_config",
+)
+_QWEN_HYBRID: dict[str, Any] = {
+    "query_norm": "head",
+    "has_gated_attention": True,
+    "shared_experts_module": "shared_expert",
+    "shared_gate_module": "shared_expert_gate",
+}
+
 TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
     "gpt_oss": ModelArchitecture(
         title="gpt-oss",
-        example_models="gpt-oss-20b, gpt-oss-120b, with weights in bfloat16",
+        example_models="gpt-oss-20b, gpt-oss-120b",
         size_keys=(
             *SIZE_KEYS,
             _KV_HEADS_KEY,
@@ -200,32 +239,178 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
         router_score="logits",
         normalized_gates=True,
         has_sinks_and_biases=True,
-        engine_unsupported_reason=(
-            "vLLM copies sinks and experts past its own loader, so that they would keep "
-            "their old weights"
+    ),
+    "qwen3_5_moe": ModelArchitecture(
+        title="Qwen3.5-MoE",
+        example_models="Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, Qwen3.5-122B-A10B",
+        size_keys=_HYBRID_MOE_KEYS,
+        **_QWEN_HYBRID,
+    ),
+    "qwen3_next": ModelArchitecture(
+        title="Qwen3-Next",
+        example_models="Qwen3-Next-80B-A3B",
+        size_keys=_HYBRID_MOE_KEYS,
+        **_QWEN_HYBRID,
+    ),
+    "qwen3_5": ModelArchitecture(
+        title="Qwen3.5",
+        example_models="Qwen3.5-0.8B … Qwen3.5-27B",
+        size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size", *_DELTA_KEYS),
+        query_norm="head",
+        moe_module="",
+        has_gated_attention=True,
+    ),
+    "nemotron_h": ModelArchitecture(
+        title="Nemotron-H",
+        example_models="Nemotron-3-Nano-30B-A3B, Nemotron-H-8B",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _KV_HEADS_KEY,
+            "head_dim",
+            "mamba_num_heads",
+            "mamba_head_dim",
         ),
+        expert_count_keys=("n_routed_experts", "num_local_experts"),
+        router_score="sigmoid",
+        moe_module="mixer",
+        has_gated_experts=False,
+        mixture_size_keys=(
+            "n_shared_experts",
+            _EXPERT_WIDTH_KEY,
+            "moe_shared_expert_intermediate_size",
+        ),
+    ),
+    "kimi_linear": ModelArchitecture(
+        title="Kimi Linear",
+        example_models="Kimi-Linear-48B-A3B",
+        size_keys=(*_DELTA_MLA_KEYS, _LAYER_KINDS_KEY, "mlp_layer_types|first_k_dense_replace"),
+        router_score="sigmoid",
+        moe_module="block_sparse_moe",
+    ),
+    "bailing_hybrid": ModelArchitecture(
+        title="Ling hybrid",
+        example_models="Ling-2.5, Ring-2.5",
+        size_keys=_DELTA_MLA_KEYS,
+        router_score="sigmoid",
+    ),
+    "minimax": ModelArchitecture(
+        title="MiniMax-01",
+        example_models="MiniMax-Text-01, MiniMax-M1",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _KV_HEADS_KEY,
+            "layer_types|attn_type_list",
+        ),
+        moe_module="block_sparse_moe",
+    ),
+    "lfm2_moe": ModelArchitecture(
+        title="LFM2-MoE",
+        example_models="LFM2-8B-A1B",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _EXPERT_WIDTH_KEY,
+            _KV_HEADS_KEY,
+            "first_k_dense_replace",
+            "layer_types",
+            "conv_L_cache",
+        ),
+        query_norm="head",
+        router_score="sigmoid",
+        moe_module="feed_forward",
+        tied_by_default=True,
+    ),
+    "granitemoehybrid": ModelArchitecture(
+        title="Granite 4",
+        example_models="Granite-4.0-H-Small, Granite-4.0-H-Tiny",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            "shared_intermediate_size",
+            "layer_types",
+            *_MAMBA2_KEYS,
+        ),
+        router_score="logits",
+        moe_module="block_sparse_moe",
+    ),
+    "jamba": ModelArchitecture(
+        title="Jamba",
+        example_models="Jamba-v0.1, Jamba-1.5",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _KV_HEADS_KEY,
+            "expert_layer_period",
+            "expert_layer_offset",
+            "attn_layer_period",
+            "attn_layer_offset",
+        ),
+        moe_module="feed_forward",
+    ),
+    "olmo_hybrid": ModelArchitecture(
+        title="OLMo-Hybrid",
+        example_models="Olmo-Hybrid-7B",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            "layer_types",
+            "linear_num_value_heads",
+        ),
+        query_norm="whole",
+        moe_module="",
+    ),
+    "bamba": ModelArchitecture(
+        title="Bamba",
+        example_models="Bamba-9B",
+        size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size", _KV_HEADS_KEY, *_MAMBA2_KEYS),
+        moe_module="",
+    ),
+    "falcon_h1": ModelArchitecture(
+        title="Falcon-H1",
+        example_models="Falcon-H1-0.5B … Falcon-H1-34B",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _KV_HEADS_KEY,
+            "mamba_d_ssm",
+            *_MAMBA2_KEYS,
+        ),
+        moe_module="",
+    ),
+    "minimax_m2": ModelArchitecture(
+        title="MiniMax-M2",
+        example_models="MiniMax-M2, MiniMax-M2.1",
+        size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size", _KV_HEADS_KEY, "head_dim"),
+        query_norm="whole",
+        router_score="sigmoid",
+        moe_module="block_sparse_moe",
+    ),
+    "ernie4_5_moe": ModelArchitecture(
+        title="ERNIE-4.5-MoE",
+        example_models="ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B",
+        size_keys=(
+            *_HYBRID_SIZE_KEYS,
+            "intermediate_size",
+            _KV_HEADS_KEY,
+            "num_experts_per_tok",
+            _EXPERT_WIDTH_KEY,
+            "n_shared_experts",
+            "first_k_dense_replace",
+        ),
+        tied_by_default=True,
+    ),
+    "hunyuan_v1_moe": ModelArchitecture(
+        title="Hunyuan-MoE",
+        example_models="Hunyuan-A13B",
+        size_keys=(*_HYBRID_SIZE_KEYS, "intermediate_size"),
+        query_norm="head",
     ),
 }
 """Models that only the backend `torch` trains, keyed by `model_type` and compared with
 transformers' own model by a test like the rest. Their checkpoints have all experts of a layer in
 one tensor, with biases, which the links between checkpoints and Megatron do not divide."""
-
-RECURRENT_MODEL_TYPES = (
-    *(
-        "qwen3_next",
-        "qwen3_5",
-        "qwen3_5_text",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "kimi_linear",
-        "nemotron_h",
-        "jamba",
-        "bamba",
-    ),
-    *("minimax", "olmo_hybrid", "recurrent_gemma", "mamba", "falcon_mamba"),
-)
-"""Values of `model_type` for models in which some or all layers keep a state in
-place of attention."""
 
 UNSUPPORTED_MODEL_TYPES: dict[str, str] = {
     "deepseek_v2": (
@@ -235,15 +420,18 @@ UNSUPPORTED_MODEL_TYPES: dict[str, str] = {
     "gemma2": "its attention scores are soft-capped, which packed attention does not do",
     "phimoe": "its routers choose by a rule of their own, so routes cannot be replayed",
     **dict.fromkeys(
-        RECURRENT_MODEL_TYPES, "its recurrent layers would mix the samples of a micro-batch"
+        ("deepseek_v32", "glm_moe_dsa"),
+        "its sparse attention chooses keys among all samples of a micro-batch",
     ),
 }
 """Reasons why no backend trains a model, keyed by `model_type`."""
 
 
 def find_architecture(model_type: str) -> ModelArchitecture | None:
-    """Return the declaration of a `model_type`, or None if there is none."""
-    return ARCHITECTURES.get(model_type) or TORCH_ONLY_ARCHITECTURES.get(model_type)
+    """Return the declaration of a `model_type`, or None if there is none. A text model that is part
+    of a larger one is declared with it."""
+    kind = model_type.removesuffix("_text")
+    return ARCHITECTURES.get(kind) or TORCH_ONLY_ARCHITECTURES.get(kind)
 
 
 def list_supported_types() -> str:

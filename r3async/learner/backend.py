@@ -4,7 +4,7 @@ methods left to each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +79,9 @@ class LearnerBackend:
 
     name: str
     """The backend's name in `learner.backend`."""
+    carried: Sequence[str] = ()
+    """Names of the tensors of `model_path` that are not trained because the text model does not
+    have them. Model directories get them from there, versions do not have them."""
 
     def __init__(
         self,
@@ -172,6 +175,16 @@ class LearnerBackend:
         one is requested. Collective: all ranks have to iterate to the end.
         """
         raise NotImplementedError
+
+    def export_adapters(self) -> dict[str, Tensor]:
+        """Return the adapters as engines have them; see `LoraAdapters.gather_served_factors`."""
+        assert self._adapters is not None, "`learner.lora.rank` is 0"
+        return self._adapters.gather_served_factors(self.ranks)
+
+    def use_start_weights(self) -> AbstractContextManager[None]:
+        """Compute with the start model's weights in a block; see `LoraAdapters.use_reference_weights`."""
+        assert self._adapters is not None, "`learner.lora.rank` is 0"
+        return self._adapters.use_reference_weights()
 
     def parameter_slices(self) -> list[ShardSlice]:
         """Return where this rank's part of each unfrozen parameter lies in the whole, in the
@@ -395,6 +408,7 @@ class LearnerBackend:
                 self.iter_full_weights(),
                 self.config.learner.dtype,
                 self.ranks,
+                self.carried,
             )
         finally:
             # If writing fails here, the other ranks must not wait forever; they learn of it when

@@ -11,26 +11,34 @@ the adapter, in float32, and freed:
 
 Only `A` and `B` have gradients, float32 values and moments. `W0` is kept in host memory. Forward
 and backward passes cost the same as when all weights are trained; only memory is saved.
+
+With `lora.deliver = "adapter"` engines have `W0`, `A` and `s B`, and add `s B (A x)` to `W0 x`. Both
+factors are rounded once, to the engines' dtype. Where one rank has a whole linear layer of torch, it
+computes the same two products, and `A` and `B` get their gradients from these. Elsewhere `W` is
+merged from the rounded factors, so that learner and engines differ by the rounding of `W`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig
+from r3async.learner.rank_group import RankGroup
 from r3async.learner.row_shares import to_local
 from r3async.learner.shard_slice import ShardSlice
 
@@ -47,6 +55,8 @@ class AdapterCandidate(NamedTuple):
     shard_slice: ShardSlice
     sharded_dim: ShardedDim = None
     is_router: bool = False
+    linear: torch.nn.Linear | None = None
+    """Layer whose weight it is, if this rank has all of it."""
 
     @property
     def module_names(self) -> list[str]:
@@ -69,10 +79,16 @@ class LoraAdapter:
     lora_a: Parameter
     lora_b: Parameter
     scale: float
+    served_dtype: torch.dtype | None = None
+    """Dtype in which engines have `A` and `s B`; None if they have merged weights."""
 
     @staticmethod
     def initialize(
-        place: TensorSlice, config: LoraConfig, seed: int, device: torch.device
+        place: TensorSlice,
+        config: LoraConfig,
+        seed: int,
+        device: torch.device,
+        served_dtype: torch.dtype | None = None,
     ) -> LoraAdapter:
         """Create an adapter with `B` 0 and `A` uniform within `1 / sqrt(columns)`, as in PEFT.
 
@@ -83,13 +99,14 @@ class LoraAdapter:
         rng = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.rand(shape, generator=rng).mul_(2).sub_(1).div_(math.sqrt(place.shape[-1]))
         box = _replace_dimension(place, -2, config.rank)
-        part = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+        part = whole[_slice_box(box)]
         b = torch.zeros(*place.size[:-1], config.rank)
         return LoraAdapter(
             place,
             Parameter(part.clone().to(device)),
             Parameter(b.to(device)),
             config.alpha / config.rank,
+            served_dtype,
         )
 
     @property
@@ -119,15 +136,27 @@ class LoraAdapter:
 
     def merge_weight(self, base: Tensor) -> Tensor:
         """Return the weight's part with the adapter, float32, from that of the start model."""
+        if self.served_dtype is not None:
+            a, b = self.served_factors()
+            return base.float() + b.float() @ a.float()
         return torch.add(
             base.float(), self.lora_b.detach() @ self.lora_a.detach(), alpha=self.scale
         )
+
+    def served_factors(self) -> tuple[Tensor, Tensor]:
+        """Return `A` and `s B` as engines have them."""
+        return self.lora_a.to(self.served_dtype), (self.lora_b * self.scale).to(self.served_dtype)
 
 
 class _Box(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
+
+
+def _slice_box(box: _Box | TensorSlice) -> tuple[slice, ...]:
+    """Return the index of the box in the whole."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
 
 
 def _replace_dimension(place: TensorSlice, dimension: int, rank: int) -> _Box:
@@ -163,12 +192,32 @@ class _AdaptedParameter(NamedTuple):
     adapters: list[LoraAdapter | None]
 
 
+def _describe_parameters(
+    candidate: AdapterCandidate, adapter: LoraAdapter
+) -> list[AdapterParameter]:
+    """Return `A` and `B` of an adapter."""
+    out = []
+    for parameter, place, over, whole in (
+        (adapter.lora_a, adapter.factor_places[0], "rows", adapter.place.offset[-2]),
+        (adapter.lora_b, adapter.factor_places[1], "columns", adapter.place.offset[-1]),
+    ):
+        shared = candidate.sharded_dim == over
+        # Among the ranks that have all of it, the one with the weight's first rows, or
+        # columns, writes it.
+        writes = candidate.shard_slice.is_writer and not (shared and whole)
+        out.append(
+            AdapterParameter(parameter, ShardSlice((place,), is_writer=writes), candidate, shared)
+        )
+    return out
+
+
 class LoraAdapters:
     """The adapters of this rank's part of a model. Every other parameter is frozen by the code that
     builds the model.
 
-    `chosen` are the names of the matrices that have one, see `select_targets`. From then on, a
-    gradient of an adapted parameter is projected onto its adapters when it has been accumulated.
+    `chosen` are the names of the matrices that have one, see `select_targets`; `served_dtype` is the
+    engines' dtype. From then on, a gradient of an adapted parameter is projected onto its adapters
+    when it has been accumulated.
     """
 
     def __init__(
@@ -179,45 +228,81 @@ class LoraAdapters:
         *,
         seed: int,
         dtype: torch.dtype,
+        served_dtype: torch.dtype,
     ):
         self._adapted: list[_AdaptedParameter] = []
+        self._uses_start_weights = False
         for candidate in candidates:
             parameter = candidate.parameter
             places = candidate.shard_slice.places
             device = to_local(parameter.detach()).device
+            served = served_dtype if config.delivers_adapters else None
             adapters = [
-                LoraAdapter.initialize(p, config, seed, device)
+                LoraAdapter.initialize(p, config, seed, device, served)
                 if strip_weight_suffix(p.name) in chosen
                 else None
                 for p in places
             ]
-            if any(adapters):
-                base = to_local(parameter.detach()).to("cpu", dtype, copy=True)
-                one = _AdaptedParameter(candidate, base, adapters)
-                self._adapted.append(one)
+            if not any(adapters):
+                continue
+            linear = candidate.linear if config.delivers_adapters else None
+            base_device = torch.device("cpu") if linear is None else device
+            base = to_local(parameter.detach()).to(base_device, dtype, copy=True)
+            one = _AdaptedParameter(candidate, base, adapters)
+            self._adapted.append(one)
+            if linear is not None:
+                parameter.requires_grad_(False)
+                linear.forward = partial(self._multiply, one)
+            else:
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, one=one: _project_gradient(one, p)
                 )
 
+    def _multiply(self, one: _AdaptedParameter, x: Tensor) -> Tensor:
+        """Compute the output of an adapted layer in the order of vLLM."""
+        assert one.candidate.linear is not None
+        output = functional.linear(x, one.base_weight, one.candidate.linear.bias)
+        (adapter,) = one.adapters
+        if adapter is None or self._uses_start_weights:
+            return output
+        a, b = (factor.to(x.dtype) for factor in adapter.served_factors())
+        return output + functional.linear(functional.linear(x, a), b)
+
     def list_parameters(self) -> list[AdapterParameter]:
         """Return every `A` and `B`, in the optimizer's order."""
-        out = []
-        for candidate, _, adapters in self._adapted:
-            for adapter in filter(None, adapters):
-                for parameter, place, over, whole in (
-                    (adapter.lora_a, adapter.factor_places[0], "rows", adapter.place.offset[-2]),
-                    (adapter.lora_b, adapter.factor_places[1], "columns", adapter.place.offset[-1]),
-                ):
-                    shared = candidate.sharded_dim == over
-                    # Among the ranks that have all of it, the one with the weight's first rows, or
-                    # columns, writes it.
-                    writes = candidate.shard_slice.is_writer and not (shared and whole)
-                    out.append(
-                        AdapterParameter(
-                            parameter, ShardSlice((place,), is_writer=writes), candidate, shared
-                        )
-                    )
-        return out
+        return [
+            parameter
+            for candidate, _, adapters in self._adapted
+            for adapter in filter(None, adapters)
+            for parameter in _describe_parameters(candidate, adapter)
+        ]
+
+    @torch.no_grad()
+    def gather_served_factors(self, ranks: RankGroup) -> dict[str, Tensor]:
+        """Return `A` and `s B` of every adapter as engines have them, whole, under PEFT's names.
+
+        The first rank gets them, other ranks get nothing. Collective.
+        """
+        mine = [
+            (place, values.cpu() if ranks.world_size > 1 else values)
+            for candidate, _, adapters in self._adapted
+            for adapter in filter(None, adapters)
+            for (_, held, *_), values in zip(
+                _describe_parameters(candidate, adapter), adapter.served_factors(), strict=True
+            )
+            if held.is_writer
+            for place in held.places
+        ]
+        everyones = ranks.all_gather(mine)
+        whole: dict[str, Tensor] = {}
+        for place, values in itertools.chain(*everyones) if not ranks.rank else ():
+            name = peft_tensor_name(place.name)
+            if place.size == place.shape:
+                whole[name] = values
+                continue
+            into = whole.setdefault(name, values.new_empty(place.shape))
+            into[_slice_box(place)] = values
+        return whole
 
     @torch.no_grad()
     def merge_weights(self) -> None:
@@ -243,9 +328,11 @@ class LoraAdapters:
         with torch.no_grad():
             for candidate, base, _ in self._adapted:
                 to_local(candidate.parameter.detach()).copy_(base)
+        self._uses_start_weights = True
         try:
             yield
         finally:
+            self._uses_start_weights = False
             self.merge_weights()
 
 
@@ -295,7 +382,7 @@ def save_adapter(
             if module in stacked
             else module
         )
-        out[f"base_model.model.{wrapper}.{side}.weight"] = _flatten_stack(tensor, side)
+        out[peft_tensor_name(f"{wrapper}.{side}.weight")] = _flatten_stack(tensor, side)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -311,6 +398,11 @@ def save_adapter(
     }
     save_file(out, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def peft_tensor_name(name: str) -> str:
+    """Return the name in PEFT's files of a tensor of `LoraAdapter.factor_places`."""
+    return f"base_model.model.{name}"
 
 
 def _flatten_stack(tensor: Tensor, side: str) -> Tensor:

@@ -247,7 +247,8 @@ def pack_for_ranks(
     Args:
         whole_episodes: Keep the samples of an episode (column `episode`) in one micro-batch, if
             they fit into one.
-        share_prefixes: Store rows that samples of one micro-batch have in common only once.
+        share_prefixes: Store rows that samples of one micro-batch have in common only once, unless
+            the model keeps a state.
     """
     cost = cost or CostModel()
     units = (
@@ -257,7 +258,8 @@ def pack_for_ranks(
     )
     # Or `plan_micro_batches` says which does not.
     fits = all(len(s.table) <= max_tokens for s in samples)
-    likeness = find_prefix_overlap(samples) if share_prefixes and fits else None
+    shared = share_prefixes and fits and not cost.keeps_state
+    likeness = find_prefix_overlap(samples) if shared else None
     if likeness is None:
         lengths = [sum(len(samples[i].table) for i in unit) for unit in units]
         planned = [

@@ -4,7 +4,7 @@ Megatron backend."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from r3async.config import LearnerConfig
+from r3async.data.checkpoint_forms import (
+    CheckpointFormError,
+    is_prediction_tensor,
+    list_weight_files,
+    read_quantized_form,
+)
 from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
 from r3async.data.models import (
     ARCHITECTURES,
@@ -21,6 +27,7 @@ from r3async.data.models import (
     list_supported_types,
 )
 from r3async.learner.adapter_targets import select_targets
+from r3async.learner.dequantized_files import DequantizedFile
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 
@@ -163,7 +170,7 @@ def check_tensor_shapes(shape: MegatronModelShape, found: Mapping[str, Sequence[
     missing = sorted(set(needed) - set(found))
     unknown = sorted(set(found) - allowed)
     if shape.has_extra_layers:
-        unknown = [name for name in unknown if not _is_extra_layer(name, shape.num_layers)]
+        unknown = [name for name in unknown if not is_prediction_tensor(name, shape.num_layers)]
     for what, names in (
         ("lacks", missing),
         (f"has tensors that are not of {shape.architecture.title}:", unknown),
@@ -176,15 +183,15 @@ def check_tensor_shapes(shape: MegatronModelShape, found: Mapping[str, Sequence[
             raise LearnerError(f"{name}: shape {tuple(found[name])}, config.json means {expected}")
 
 
-def _is_extra_layer(name: str, layers: int) -> bool:
-    """Return True if that tensor belongs to a layer beyond the first `layers`."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
+def list_extra_tensors(shape: MegatronModelShape, names: Iterable[str]) -> list[str]:
+    """Return those `names` of a checkpoint's tensors that belong to layers for multi-token
+    prediction."""
+    return [name for name in names if is_prediction_tensor(name, shape.num_layers)]
 
 
 def open_model_files(directory: Path) -> dict[str, Any]:
     """Return, for each tensor of a directory's safetensors files, by name, the open
-    file that has it.
+    file that has it. Quantized tensors are read dequantized.
 
     The files are read, not mapped: what was read of them does not stay in the process's memory.
     Raises `LearnerError`.
@@ -192,13 +199,17 @@ def open_model_files(directory: Path) -> dict[str, Any]:
     try:
         opened = [
             safe_open(path, framework="pt", backend="pread")
-            for path in sorted(directory.glob("*.safetensors"))
+            for path in list_weight_files(directory)
         ]
-    except (OSError, SafetensorError) as error:
+        form = read_quantized_form(decode_python_json((directory / "config.json").read_bytes()))
+    except CheckpointFormError as error:
+        raise LearnerError(f"{directory}: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise LearnerError(f"{directory}: its weights cannot be read: {error}") from error
     if not opened:
         raise LearnerError(f"{directory} has no .safetensors file")
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+    files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+    return files if form is None else DequantizedFile(files, form).list_tensors()
 
 
 def read_tensor_shapes(files: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -250,7 +261,13 @@ def read_model_shape(directory: Path) -> MegatronModelShape:
         raise LearnerError(
             f"{directory} has no config.json: `model.path` must be a Hugging Face model directory"
         )
-    kind = decode_python_json(path.read_bytes()).get("model_type")
+    described = decode_python_json(path.read_bytes())
+    kind = described.get("model_type")
+    if "text_config" in described:
+        raise LearnerError(
+            f"{directory}: model type {kind!r} has more than a text model, which "
+            'learner.backend=megatron would not carry along: set `learner.backend` = "torch"'
+        )
     if kind not in ARCHITECTURES:
         raise LearnerError(
             f"{directory}: model type {kind!r} is not supported by learner.backend=megatron, only "

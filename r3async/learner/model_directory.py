@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from r3async.data.checkpoint_forms import (
+    INDEX_FILE,
+    is_prediction_key,
+    is_prediction_tensor,
+    read_quantized_form,
+    without_quantization,
+)
+from r3async.data.model_shape import take_text_config
+from r3async.data.safetensors_header import decode_safetensors_header
+from r3async.learner.dequantized_files import DequantizedFile
+from r3async.learner.model import open_model_files
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_directory
@@ -22,6 +35,8 @@ from r3async.world.files import make_directory, replace_directory
 if TYPE_CHECKING:
     from r3async.learner.rank_group import RankGroup
 
+
+logger = logging.getLogger(__name__)
 
 MODEL_FILE_BYTES = 2 * 10**9
 """Most bytes of weights in one file of a model directory, unless one weight is larger. A rank
@@ -42,9 +57,10 @@ def save_model(
     weights: Iterable[tuple[str, Tensor]],
     dtype: str,
     ranks: RankGroup,
+    carried: Sequence[str] = (),
 ) -> None:
     """Write the weights, of `dtype`, as a Hugging Face model directory with the configuration and
-    tokenizer of `source`.
+    tokenizer of `source`, and its `carried` tensors.
 
     Collective. Every rank writes the weights that it yields to files of its own, so the directory
     has to be on a file system that all ranks share, and no rank holds more than `MODEL_FILE_BYTES`
@@ -56,12 +72,16 @@ def save_model(
         failed = None
         if ranks.rank == 0:
             try:
-                aside = stack.enter_context(_stage_model_directory(directory, source, dtype))
+                aside = stack.enter_context(
+                    _stage_model_directory(directory, source, dtype, carried)
+                )
             except OSError as error:
                 failed = error
         _raise_together(failed, ranks, directory)
         shared = ranks.all_gather(aside)[0]
         assert shared is not None
+        if ranks.rank == 0:
+            weights = itertools.chain(weights, _read_carried(source, carried, dtype))
         files, failed = _write_weight_files(shared, ranks.rank, weights)
         _raise_together(failed, ranks, directory)
         everywhere = ranks.all_gather(files)
@@ -104,6 +124,18 @@ def _write_weight_files(
     return written, failed
 
 
+def _read_carried(source: Path, carried: Sequence[str], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `carried` tensors of a model directory as they are, or in `dtype` if they are
+    dequantized."""
+    if not carried:
+        return
+    files = open_model_files(source)
+    for name in carried:
+        tensor = files[name].get_tensor(name)
+        dequantized = isinstance(files[name], DequantizedFile)
+        yield name, tensor.to(getattr(torch, dtype)) if dequantized else tensor
+
+
 def _divide_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yield copies of the weights on the host, as many at once as
     `MODEL_FILE_BYTES` has room for."""
@@ -117,6 +149,14 @@ def _divide_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str,
         ).copy_(tensor)
     if tensors:
         yield tensors
+
+
+def _read_tensor_sizes(file: Path) -> dict[str, int]:
+    """Return the bytes of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        entries, _ = decode_safetensors_header(start + opened.read(int.from_bytes(start, "little")))
+    return {name: entry.data_offsets[1] - entry.data_offsets[0] for name, entry in entries.items()}
 
 
 def _name_weight_files(directory: Path, files: Mapping[str, Mapping[str, int]]) -> None:
@@ -133,16 +173,26 @@ def _name_weight_files(directory: Path, files: Mapping[str, Mapping[str, int]]) 
         weight_map.update(dict.fromkeys(sizes, name))
     total = sum(nbytes for sizes in files.values() for nbytes in sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_version_as_model(
-    directory: Path, source: Path, copy_version: Callable[[Path], object], dtype: str
+    directory: Path,
+    source: Path,
+    copy_version: Callable[[Path], object],
+    dtype: str,
+    carried: Sequence[str] = (),
 ) -> None:
     """Write a published version, whose file `copy_version` copies to a path, as a model directory,
     like `save_model`."""
-    with _stage_model_directory(directory, source, dtype) as aside:
-        copy_version(aside / "model.safetensors")
+    with _stage_model_directory(directory, source, dtype, carried) as aside:
+        version = aside / "version.safetensors"
+        copy_version(version)
+        files, failed = _write_weight_files(aside, 0, _read_carried(source, carried, dtype))
+        if failed is not None:
+            raise failed
+        trained = {version.name: _read_tensor_sizes(version) if files else {}}
+        _name_weight_files(aside, trained | files)
 
 
 def copy_version_file(weights: Path, target: Path) -> None:
@@ -159,7 +209,7 @@ def omit_prediction_layers(described: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {}
     for key, value in described.items():
-        if "nextn" in key or "mtp" in key.split("_"):
+        if is_prediction_key(key):
             if isinstance(value, int):
                 kept[key] = type(value)(0)
         else:
@@ -167,8 +217,50 @@ def omit_prediction_layers(described: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def describe_written_model(
+    described: Mapping[str, Any], dtype: str, carried: Sequence[str]
+) -> dict[str, Any]:
+    """Return the `config.json` for weights of `dtype`, none of them quantized, with the tensors
+    that are `carried`."""
+    written = without_quantization(described)
+    layers = take_text_config(written).get("num_hidden_layers") or 0
+    if not any(is_prediction_tensor(name, layers) for name in carried):
+        written = omit_prediction_layers(written)
+    written.pop("torch_dtype", None)
+    written["dtype"] = dtype
+    text = written.get("text_config", {})
+    text.update({key: dtype for key in ("dtype", "torch_dtype") if key in text})
+    return written
+
+
+def log_checkpoint_form(source: Path, carried: Sequence[str]) -> None:
+    """Log what of a model directory is dequantized, and what is carried untrained."""
+    described = decode_python_json((source / "config.json").read_bytes())
+    form = read_quantized_form(described)
+    if form is not None:
+        logger.warning(
+            "%s: its weights in %s are dequantized; what is written has none of them", source, form
+        )
+    if not carried:
+        return
+    layers = take_text_config(described).get("num_hidden_layers") or 0
+    stale = [name for name in carried if is_prediction_tensor(name, layers)]
+    logger.warning(
+        "%s: %d tensors (%s, …) are carried as they are into what is exported%s",
+        source,
+        len(carried),
+        carried[0],
+        f". {len(stale)} of them are layers for multi-token prediction, which become stale: "
+        "they predict what the model before training said"
+        if stale
+        else "",
+    )
+
+
 @contextmanager
-def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
+def _stage_model_directory(
+    directory: Path, source: Path, dtype: str, carried: Sequence[str]
+) -> Iterator[Path]:
     """Yield a temporary directory for weights, which becomes `directory` at the end."""
     make_directory(directory.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -177,11 +269,9 @@ def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterato
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(WEIGHT_FILE_ENDINGS):
                 shutil.copy2(path, aside / path.name)
-        described = omit_prediction_layers(
-            decode_python_json((source / "config.json").read_bytes())
+        described = describe_written_model(
+            decode_python_json((source / "config.json").read_bytes()), dtype, carried
         )
-        described.pop("torch_dtype", None)
-        described["dtype"] = dtype
         (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         aside.chmod(0o755)
         replace_directory(aside, directory)

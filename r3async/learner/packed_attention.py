@@ -20,6 +20,8 @@ from torch import Tensor
 
 from r3async.learner.deterministic_gather import DeterministicGather
 from r3async.learner.device_upload import upload_array
+from r3async.learner.recurrent_layout import RecurrentLayout
+from r3async.learner.results import LearnerError
 from r3async.learner.shared_prefixes import expand_prefixes
 
 
@@ -39,6 +41,20 @@ class AttentionPlan:
     @cached_property
     def unpadded_layout(self) -> UnpaddedLayout:
         return _plan_unpadded(self._cu_seqlens, self._device, self._prefixes)
+
+    @cached_property
+    def recurrent_layout(self) -> RecurrentLayout:
+        """The samples for recurrent layers. Raises `LearnerError` if samples share prefixes."""
+        self.check_whole_samples()
+        return RecurrentLayout(self._cu_seqlens, self._device)
+
+    def check_whole_samples(self) -> None:
+        """Raise `LearnerError` if some samples have no rows of their own for a prefix."""
+        if self._prefixes is not None:
+            raise LearnerError(
+                "layers that keep a state need every sample whole: set learner.share_prefixes = "
+                "false"
+            )
 
 
 @dataclass(frozen=True)
@@ -294,8 +310,14 @@ def attend_padded(
             _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window)
             for q, k, v, (n, width, skipped) in parts
         ]
-    out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return out if layout.query_slots is None else _UnpadRows.apply(out, layout.query_slots)
+    return unpad_rows(attended[0] if len(attended) == 1 else torch.cat(attended), layout)
+
+
+def unpad_rows(padded: Tensor, layout: PaddedLayout) -> Tensor:
+    """Return the packed rows `[N, ...]` of the padded slots of queries."""
+    slots = layout.query_slots
+    rows: Tensor = padded if slots is None else _UnpadRows.apply(padded, slots)
+    return rows
 
 
 def _prefer_unplanned_kernels() -> AbstractContextManager[None]:

@@ -65,6 +65,8 @@ class CostModel:
 
     linear: float = 1.0
     quadratic: float = 0.0
+    keeps_state: bool = False
+    """True for a model with layers that keep a state: its samples cannot share a prefix."""
 
     def __post_init__(self) -> None:
         if not (self.linear > 0 and self.quadratic >= 0):
@@ -91,7 +93,7 @@ def build_cost_model(config: Mapping[str, Any]) -> CostModel:
       attention (MLA) projects through its low ranks instead.
     * quadratic, per layer with full attention: Σ_t 2 a (d_qk + d_v) t over the t = 1..n keys that
       token t sees, which is a (d_qk + d_v) n². A layer with a sliding window sees at most the
-      window, and is linear; so is linear attention.
+      window, and is linear. A layer that keeps a state counts by its parameters.
 
     Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only,
     grouped-query and gated layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts
@@ -115,19 +117,19 @@ def build_cost_model(config: Mapping[str, Any]) -> CostModel:
     else:
         projections = h * (heads * d_qk + s.num_kv_heads * (d_qk + d_v))
     projections += h * heads * d_v
-    moe = 3 * h * s.expert_width * s.top_k + s.router_parameters
-    dense = s.mlp_parameters
-    mixtures = len(s.moe_layers)
+    moe = s.matrices_per_expert * h * s.expert_width * s.top_k + s.router_parameters
     weights = (
-        s.num_layers * projections
-        + mixtures * moe
-        + (s.num_layers - mixtures) * dense
+        len(s.attention_layers) * projections
+        + len(s.recurrent_layers) * s.recurrent_parameters
+        + len(s.moe_layers) * moe
+        + len(s.dense_layers) * s.mlp_parameters
         + s.embedding_parameters
     )
     attention = heads * (d_qk + d_v)
     return CostModel(
         linear=2.0 * (weights + attention * s.window_tokens),
         quadratic=float(attention * s.full_attention_layers),
+        keeps_state=bool(s.recurrent_layers),
     )
 
 

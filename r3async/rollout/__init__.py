@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from r3async.config import Config
+from r3async.schedule.run_ahead import compute_staleness_bound
 from r3async.world import World
 from r3async.world.real import REAL_WORLD
 
@@ -24,12 +25,17 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
         from r3async.rollout.scripted import build_scripted_engine
 
         return build_scripted_engine(model_path, world, **settings.engine_args)
-    from r3async.rollout.vllm.engine import VllmEngine
+    from r3async.rollout.vllm.engine import AdapterSettings, VllmEngine
 
+    lora = config.learner.lora
+    slots = compute_staleness_bound(config.schedule) + 1
     return VllmEngine(
         model_path,
         settings,
         max_model_len=config.episode.max_total_tokens,
         seed=seed,
         record_sampling_masks=config.episode.needs_sampling_mask,
+        adapters=AdapterSettings(lora.rank, lora.list_served_modules(), slots)
+        if lora.delivers_adapters
+        else None,
     )

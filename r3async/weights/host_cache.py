@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from r3async.weights.delta import VersionDigest
+from r3async.weights.manifest import BASE_VERSION
 from r3async.weights.version_folder import LOCK_FILE, claim_directory
 from r3async.world import File, World
 from r3async.world.real import REAL_WORLD
@@ -41,6 +42,7 @@ class HostVersionCache:
                 lock.close()
         self._lock: File = lock
         self._locked_files: list[File] = []
+        self._base_files: list[File] = []
 
     def version_path(self, version: VersionDigest) -> Path:
         """Return the path of a version's file, whether or not it exists."""
@@ -50,7 +52,7 @@ class HostVersionCache:
         """Return the file of a version if it is here and complete, else None.
 
         The file stays until another version is acquired. The version acquired
-        before may be removed.
+        before may be removed, except `BASE_VERSION`.
         """
         path = self.version_path(version)
         try:
@@ -64,6 +66,9 @@ class HostVersionCache:
         except (BlockingIOError, FileNotFoundError):
             file.close()
             return None
+        if version.version == BASE_VERSION:
+            self._base_files.append(file)
+            return path
         used = self._locked_files
         self._locked_files = [file]
         for before in used:
@@ -109,8 +114,9 @@ class HostVersionCache:
 
     def close(self) -> None:
         """Release the folder; the last process removes it."""
-        used = self._locked_files
+        used = self._locked_files + self._base_files
         self._locked_files = []
+        self._base_files = []
         for file in used:
             file.close()
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import xxhash
 
-from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIXES
 from r3async.data.safetensors_header import (
     encode_safetensors_header,
     tensor_bytes,
@@ -78,7 +78,8 @@ class HostWeights(dict[str, "torch.Tensor"]):
         `matches_layout` is True."""
         import torch
 
-        torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
+        if self:
+            torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
         return self
 
     def copy_in_buckets(
@@ -187,7 +188,7 @@ def choose_stored_dtype(
 
 
 def _keeps_own_dtype(name: str) -> bool:
-    return name.endswith(EXPERT_BIAS_SUFFIX)
+    return name.endswith(EXPERT_BIAS_SUFFIXES)
 
 
 class SafetensorsEncoder:

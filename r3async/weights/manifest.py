@@ -35,6 +35,22 @@ class NcclSource(msgspec.Struct, frozen=True):
     timeout: float
 
 
+BASE_VERSION = -1
+"""Number of the start model's weights among the versions of a run whose later versions have
+adapters alone. No request runs under it."""
+
+
+class AdapterFormat(msgspec.Struct, frozen=True):
+    """The form of a version that has adapters: `A` and `s B` of some matrices, under PEFT's names.
+
+    `rank` is that of each adapter. They are added to the weights with digest `base_digest`
+    (`BASE_VERSION`).
+    """
+
+    rank: int
+    base_digest: int
+
+
 class WeightManifest(msgspec.Struct, frozen=True):
     """One version of the weights: a safetensors file with Hugging Face names, and its contents.
 
@@ -50,6 +66,11 @@ class WeightManifest(msgspec.Struct, frozen=True):
     source: NcclSource | None = None
     lineage: int = 0
     """Lineage in which `version` is counted."""
+    carried: tuple[str, ...] = ()
+    """Names of tensors of the start model that no version has: they are not trained, and engines
+    have no use for them."""
+    adapter: AdapterFormat | None = None
+    """The form of adapters, if the version has these alone; None if it has all weights."""
 
     @property
     def digest(self) -> int:

@@ -48,6 +48,19 @@ def test_tensors_are_counted_under_a_wrapper_of_the_model(monkeypatch):
     assert not worker.model_runner.model.__dict__.keys() - {"runnable"}
 
 
+def test_a_buffer_that_keeps_what_it_held_is_found(monkeypatch):
+    """Beside parameters, models compute with views of them, which a reload may leave behind."""
+    monkeypatch.setattr(vllm_worker, "find_unfilled_modules", lambda model: [])
+    model, worker = Model(), WorkerExtension()
+    model.register_buffer("view", torch.ones(2), persistent=False)
+    worker.model_runner = WrappingRunner(model)
+    published = WeightManifest(3, "", {"a": TensorEntry("float32", (1,), 0)}, 4)
+    with pytest.raises(WeightError, match="loader left out 'view'"):
+        worker.r3_reload_tensors(published, [("a", torch.zeros(1))])
+    monkeypatch.setattr(Model, "load_weights", lambda self, weights: [self.view.copy_(tensor) for _, tensor in weights])
+    worker.r3_reload_tensors(published, [("a", torch.zeros(1))])
+
+
 def test_vllms_configuration_is_set_while_weights_are_loaded():
     """Some of its layers ask for it when they process weights, and raise where none is set."""
     configuration, seen = VllmConfig(), []

@@ -80,6 +80,8 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.holds: dict[str, torch.Tensor] = {}
+        # vLLM's own hooks fill no parameter of it: its load is repeated by no plan.
+        self.scale = torch.nn.Parameter(torch.ones(1))
 
     def load_weights(self, weights) -> None:
         self.holds |= {name: tensor.clone() for name, tensor in weights}

@@ -33,6 +33,20 @@ SAID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Settings of DeepSeek's own files that vLLM reads, and transformers does not."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+STATES = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {
+    **{"head_dim": 16, "layer_types": STATES, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+}
+CHANNELS = {
+    **{"q_lora_rank": None, "num_local_experts": EXPERTS, "moe_intermediate_size": 48, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1, "linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+MAMBA2 = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_chunk_size": 8},
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], **MIXTURE},
@@ -85,6 +99,54 @@ TORCH_ONLY: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     },
+    "qwen3_next": {**DELTA, **MIXTURE, "shared_expert_intermediate_size": 40},
+    "qwen3_5_moe_text": {**DELTA, **MIXTURE, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text": DELTA,
+    "nemotron_h": {
+        "num_hidden_layers": None,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"],
+        **{
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "conv_kernel": 4,
+        },
+        **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40, "n_routed_experts": EXPERTS},
+        **{"n_shared_experts": 1, "head_dim": 16},
+    },
+    "kimi_linear": {**LATENT, **CHANNELS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "bailing_hybrid": {**LATENT, **CHANNELS, "layer_group_size": 3, "num_mtp_layers": 0, "first_k_dense_replace": 1},
+    "minimax": {"head_dim": 16, "num_local_experts": EXPERTS, "block_size": 8, "layer_types": STATES},
+    "lfm2_moe": {
+        **MIXTURE,
+        "num_dense_layers": 1,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "granitemoehybrid": {
+        **MAMBA2,
+        **{
+            "num_local_experts": EXPERTS,
+            "shared_intermediate_size": 40,
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
+        **{"logits_scaling": 6.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    },
+    "jamba": {
+        **{"num_experts": EXPERTS, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_expand": 2},
+    },
+    "olmo_hybrid": {key: value for key, value in DELTA.items() if key != "head_dim"},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16, "lm_head_multiplier": 0.4, "ssm_in_multiplier": 0.7},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": EXPERTS},
+    "ernie4_5_moe": {
+        **{"moe_k": TOP_K, "moe_num_experts": EXPERTS, "moe_intermediate_size": 48, "moe_num_shared_experts": 1},
+        "moe_layer_start_index": 1,
+    },
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": EXPERTS, "moe_topk": TOP_K, "num_shared_expert": 1},
 }
 ALL = VARIANTS | TORCH_ONLY
 
@@ -97,7 +159,7 @@ def make_model(directory: Path, variant: str, **changes: Any) -> Path:
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(5)
     for name, tensor in tensors.items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
     save_file(tensors, file, metadata={"format": "pt"})
     return directory

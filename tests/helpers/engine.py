@@ -11,7 +11,7 @@ import torch
 
 from r3async.config.generator import GeneratorConfig
 from r3async.rollout.engine import GenerationRequest
-from r3async.rollout.vllm.engine import VllmEngine
+from r3async.rollout.vllm.engine import AdapterSettings, VllmEngine
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.version_store import VersionStore
 from tests.helpers.models import gates_of
@@ -37,6 +37,7 @@ async def started(
     concurrency: int = 4,
     dtype: str = "float32",
     gib: float = 0.1,
+    adapters: AdapterSettings | None = None,
     **engine_args: object,
 ) -> AsyncIterator[VllmEngine]:
     """Start an engine for contexts of `length`, with a cache of `gib`, and stop it in the end."""
@@ -44,6 +45,7 @@ async def started(
         str(model),
         GeneratorConfig(dtype=dtype, concurrency=concurrency, kv_cache_gib=gib, engine_args=engine_args),
         max_model_len=length,
+        adapters=adapters,
     )
     await engine.start()
     try:

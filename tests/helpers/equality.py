@@ -38,19 +38,44 @@ def assert_equal_transformers(
     with learner.replay.bind_routes(micro_batch):
         ours = logits(learner, micro_batch)
         (ours * weight).sum().backward()
-    at = 0
+    got = gradients(learner)
+    theirs, want = _one_by_one(plain, samples, weight)
+    if plain.config.tie_word_embeddings:
+        want.pop("lm_head.weight", None)
+    assert set(got) == set(want)
+    assert all(expected.abs().max() > 0 for expected in want.values())
+    if plain.config.model_type not in hm.BY_TOPK:
+        assert (ours - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+        for name, expected in want.items():
+            error = (got[name] - expected).norm() / expected.norm()
+            assert error < TOLERANCE, (name, float(error))
+        return
+    # A state sums over a sample, and transformers itself is off by more than the tolerance in float32.
+    exact, slopes = _one_by_one(plain.double(), samples, weight)
+    _assert_as_exact("logits", ours, theirs, exact)
+    for name, slope in slopes.items():
+        if name in want:
+            _assert_as_exact(name, got[name], want[name], slope)
+
+
+def _one_by_one(
+    plain: torch.nn.Module, samples: Sequence[Sample], weight: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the logits of all samples, each by a pass of its own, and the gradients of their weighted sum."""
+    plain.zero_grad()
+    parts, at = [], 0
     for sample in samples:
         rows = slice(at, at := at + len(sample.table))
         routes = sample.table["routed_experts"] if "routed_experts" in sample.table else np.zeros((0, 0, 0))
         with hm.forced_routes(plain, routes):
-            theirs = plain(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
-        assert (ours[rows] - theirs).abs().max() < TOLERANCE * theirs.abs().max()
-        (theirs * weight[rows]).sum().backward()
-    got, want = gradients(learner), ha.gradients_of(plain)
-    if plain.config.tie_word_embeddings:
-        want.pop("lm_head.weight", None)
-    assert set(got) == set(want)
-    for name, expected in want.items():
-        assert expected.abs().max() > 0, name
-        error = (got[name] - expected).norm() / expected.norm()
-        assert error < TOLERANCE, (name, float(error))
+            logits = plain(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
+        (logits * weight[rows]).sum().backward()
+        parts.append(logits.detach())
+    return torch.cat(parts), {name: gradient.clone() for name, gradient in ha.gradients_of(plain).items()}
+
+
+def _assert_as_exact(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that `ours` is within tolerance of the `exact` values, or about as near as `theirs` in this precision."""
+    size = exact.abs().max()
+    error, other = ((x.double() - exact).abs().max() / size for x in (ours, theirs))
+    assert error < max(TOLERANCE, 3 * other), (name, float(error), float(other))

@@ -123,8 +123,8 @@ class Learner(StandIn):
         return published(version).scores if version == self.version else None
 
 
-async def loaded(handles):
-    """Return an installer whose generators have engines, but no weights."""
+async def loaded(handles, first: Published | None = None):
+    """Return an installer whose generators have engines, but no weights; version 0 is `first`."""
     config, clock = load_config("quickstart", SETTINGS), Clock()
     clock.now = 100.0
     fleet = Fleet(config, Events(), handles, clock)
@@ -132,7 +132,7 @@ async def loaded(handles):
     tokens = await fleet.encode_probe_text()
     assert tokens == TOKENS
     way = LearnerAddress("tcp://learner", "shared_memory")
-    return VersionInstaller(fleet, Learner(), way, tokens, published(0), Outside(clock))
+    return VersionInstaller(fleet, Learner(), way, tokens, first or published(0), Outside(clock))
 
 
 def supervisor(installer):

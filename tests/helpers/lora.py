@@ -23,6 +23,16 @@ def with_lora(config: Config, *targets: str, **changes: Any) -> Config:
     return msgspec.structs.replace(config, learner=learner)
 
 
+def alone(config: Config, dtype: str = "float32") -> Config:
+    """Have engines of `dtype` get the adapters alone."""
+    lora = msgspec.structs.replace(config.learner.lora, deliver="adapter")
+    return msgspec.structs.replace(
+        config,
+        learner=msgspec.structs.replace(config.learner, lora=lora),
+        generator=msgspec.structs.replace(config.generator, dtype=dtype),
+    )
+
+
 def without_lora(config: Config) -> Config:
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, lora=LoraConfig()))
 
@@ -169,5 +179,15 @@ def taught_on_rank(
         metrics = run_supervised_step(learner, mine)
         total, count = compute_supervised_loss(learner, mine)
         return metrics | {"after": total / count}, {n: t.clone() for n, t in learner.export_weights().items()}
+    finally:
+        learner.close()
+
+
+def served_on_rank(path: Path, config: Config) -> dict[str, torch.Tensor]:
+    """Run on a rank: return its adapters, which are not 0, as engines have them."""
+    learner = build_learner(config, path)
+    try:
+        randomize(learner)
+        return learner.export_adapters()
     finally:
         learner.close()

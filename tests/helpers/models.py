@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from r3async.data.tokens import Sample, TokenTable
@@ -76,10 +77,48 @@ def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield gate
 
 
+BY_TOPK = (
+    *(
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "nemotron_h",
+        "kimi_linear",
+        "bailing_hybrid",
+        "minimax",
+        "lfm2_moe",
+        "granitemoehybrid",
+    ),
+    *("jamba", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1"),
+)
+"""Models whose routers are forced by what their top-k returns; gates of the others are computed here."""
+
+
+class _ForcedTopK(TorchFunctionMode):
+    """Give every choice of `TOP_K` among `EXPERTS` the experts of the next layer."""
+
+    def __init__(self, routes: np.ndarray):
+        super().__init__()
+        self.left = [torch.from_numpy(routes[:, layer].astype(np.int64)) for layer in range(routes.shape[1])]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or result.indices.shape[-1] != TOP_K:
+            return result
+        if args[0].shape[-1] != EXPERTS or args[0].ndim != 2:
+            return result
+        chosen = self.left.pop(0)
+        return torch.return_types.topk((args[0].gather(1, chosen), chosen))
+
+
 @contextmanager
 def forced_routes(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
     """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
     sequence."""
+    if model.config.model_type in BY_TOPK:
+        with _ForcedTopK(routes) as forced:
+            yield
+        assert not forced.left
+        return
     gates = list(gates_of(model))
     assert not gates or len(gates) == routes.shape[1]
     with ExitStack() as stack:

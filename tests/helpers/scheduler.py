@@ -88,3 +88,17 @@ class ObservingExtension(ComparedExtension):
 
     def r3_feeds(self) -> bytes:
         return msgspec.msgpack.encode((FEEDS, PREEMPTED))
+
+
+class PlantingExtension(ObservingExtension):
+    """A worker in which a test changes what it holds."""
+
+    def r3_plant_in_adapter(self, module: str, slot: int) -> None:
+        manager = self.model_runner.lora_manager._adapter_manager
+        manager.modules[module].lora_b_stacked[0][slot, 0, 1, 2] += 0.5
+
+    def r3_plant_in_weights(self, parameter: str) -> None:
+        dict(self.model_runner.get_model().named_parameters())[parameter].data.view(-1)[7] += 0.5
+
+    def r3_adapters(self) -> list[int]:
+        return sorted(self.list_loras())

@@ -144,4 +144,4 @@ def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:
     m = micro_batch
     packed = PackedInputs.from_micro_batch(m, torch.device("cpu"))
     hidden = learner.model.causal_lm.base_model(**packed.to_model_inputs()).last_hidden_state[0]
-    return learner.model.causal_lm.get_output_embeddings()(hidden)
+    return learner.model.causal_lm.get_output_embeddings()(hidden) * learner.model.logit_scale

@@ -72,6 +72,7 @@ def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
     with alone_of(config.learner.parallel.world_size, rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "load_model", build_empty_model)
         patch.setattr(backend, "fill_sharded_model", lambda *args: None)
+        patch.setattr(backend, "open_model_files", lambda directory: {})
         patch.setattr(PackedModel, "find_routers", lambda model, device: None)  # nothing has a value
         learner = backend.TorchLearner.from_pretrained(config, path)
         try:

@@ -30,7 +30,7 @@ def make_table(
 ) -> TokenTable:
     """Return a table with random values in every column that the schema declares, whatever they mean."""
     rng = np.random.default_rng(seed)
-    columns = {}
+    columns: dict[str, Any] = {}
     for column in schema.columns.values():
         if column.optional and not optional:
             continue

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 
 import msgspec
 import torch
+from vllm.model_executor.layers import utils
 
-from r3async.rollout.vllm.worker import WorkerExtension, digest_parameters
+from r3async.rollout.vllm.weight_comparison import iter_weight_contents
+from r3async.rollout.vllm.worker import WorkerExtension, digest_weights
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.version_reader import VersionFile
 
@@ -45,6 +47,7 @@ class ComparedExtension(WorkerExtension):
     """A worker that reports how it loads, and what it holds."""
 
     r3_reloads = 0
+    r3_kept: dict[str, torch.Tensor]
 
     def r3_reload_tensors(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.r3_reloads += 1
@@ -64,7 +67,22 @@ class ComparedExtension(WorkerExtension):
         return [names[module] for module, _ in self.r3_load_plan._processed_loads]
 
     def r3_digests(self) -> dict[str, int]:
-        return digest_parameters(self.model_runner.get_model())
+        return digest_weights(self.model_runner.get_model())
+
+    def r3_keep(self, names: list[str]) -> None:
+        """Keep copies of what the model holds now under these names."""
+        contents = dict(iter_weight_contents(self.model_runner.get_model()))
+        self.r3_kept = {name: contents[name].clone() for name in names}
+
+    def r3_put_back(self, name: str) -> None:
+        """Make the model hold what was kept, as if the last update had left it out."""
+        owner, _, attribute = name.rpartition(".")
+        module = self.model_runner.get_model().get_submodule(owner)
+        if getattr(module, attribute).numel():
+            getattr(module, attribute).data.copy_(self.r3_kept[name])
+            return
+        module.weight = torch.nn.Parameter(self.r3_kept[name].contiguous(), requires_grad=False)
+        utils.dispatch_cpu_unquantized_gemm(module, remove_weight=True)
 
     def r3_load_as_vllm(self, manifest: bytes) -> None:
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)

@@ -43,6 +43,17 @@ def test_ranks_have_the_gradients_of_one(ranks_of, model_path, backend, layout, 
     assert seen == set(alone)
 
 
+@pytest.mark.parametrize(("backend", "layout"), [("megatron", "dp2-tp2-ep2"), ("megatron", "pp2"), ("torch", "dp2")])
+def test_the_first_rank_has_what_engines_get_alone(ranks_of, model_path, backend, layout):
+    config = hl.alone(hl.with_lora(hl.settings(backend), "self_attn"))
+    expected = hl.served_on_rank(model_path, config)
+    divided = hl.alone(hl.with_lora(hl.settings(backend, **LAYOUTS[layout]), "self_attn"))
+    first, *others = ranks_of(divided.learner.parallel.world_size).call(hl.served_on_rank, model_path, divided)
+    assert not any(others)
+    assert set(first) == set(expected)
+    assert all(torch.equal(first[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize(
     ("backend", "saved", "loaded"),
     [

@@ -13,7 +13,8 @@ from tests.helpers.checkpoint import assert_same, begun, continued, fresh, in_tw
 
 
 @pytest.mark.parametrize(
-    ("backend", "parallel"), [("megatron", {"dp": 2}), ("megatron", {"tp": 2}), ("torch", {"dp": 2})]
+    ("backend", "parallel"),
+    [("megatron", {"dp": 2}), ("megatron", {"tp": 2}), ("torch", {"dp": 2}), ("torch", {"dp": 2, "ep": 2})],
 )
 def test_ten_steps_of_ranks_equal_five_and_five(two_ranks, model_path, tmp_path, backend, parallel):
     in_two_parts(two_ranks, model_path, tmp_path, settings(backend, **parallel))
@@ -50,9 +51,16 @@ def test_another_layout_loads_the_same_weights_and_optimizer(ranks_of, model_pat
     _round_trip(ranks_of, model_path, tmp_path, settings(**LAYOUTS[saved]), settings(**LAYOUTS[loaded]))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2), (4, 2)])
-def test_fsdp_loads_what_another_number_of_ranks_saved(ranks_of, model_path, tmp_path, saved, loaded):
-    _round_trip(ranks_of, model_path, tmp_path, settings("torch", dp=saved), settings("torch", dp=loaded))
+FSDP_LAYOUTS = {"one": {}, "dp2": {"dp": 2}, "dp4": {"dp": 4}, "ep2": {"dp": 2, "ep": 2}, "dp4-ep2": {"dp": 4, "ep": 2}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("dp2", "one"), ("one", "dp2"), ("dp4", "dp2"), ("dp4-ep2", "one"), ("one", "dp4-ep2"), ("dp4", "ep2")],
+)
+def test_another_layout_of_fsdp_loads_the_same(ranks_of, model_path, tmp_path, saved, loaded):
+    first, second = (settings("torch", **FSDP_LAYOUTS[name]) for name in (saved, loaded))
+    _round_trip(ranks_of, model_path, tmp_path, first, second)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [({"pp": 2}, {"tp": 2}), ({}, {"pp": 2})])

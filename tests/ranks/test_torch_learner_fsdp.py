@@ -13,6 +13,8 @@ from r3async.learner import LearnerError
 from r3async.learner.micro_batches import MicroBatch, collate_samples, make_padding_batch, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.train_step import agree_on_counts
+from tests.helpers import architectures as ha
+from tests.helpers import published
 from tests.helpers import torch as ht
 from tests.helpers.steps import train_minibatch
 from tests.helpers.torch import settings
@@ -173,3 +175,31 @@ def test_passes_without_gradient_records_and_files(two_ranks, models, tmp_path):
     assert saved.export_weights()["lm_head.weight"].dtype == torch.bfloat16
     assert np.abs(saved.score_sequence(np.arange(30)) - score).max() < 1e-2
     assert np.abs(saved.logprobs([collate_samples(ht.recorded_samples(2))])[0]).max() > 1
+
+
+def _export(path: Path, out: Path) -> dict[str, np.ndarray]:
+    learner = _learner(path)
+    learner.save_pretrained(out)
+    return {name: tensor.numpy() for name, tensor in learner.export_weights().items()}
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_ranks_read_and_write_published_forms_as_one_does(two_ranks, tmp_path, form):
+    """Parts of matrices do not begin with a block of fp8."""
+    if form == "fp8":
+        path = published.make_vision_model(tmp_path / "m", hidden_size=192)
+        published.quantize_to_fp8(path)
+    else:
+        path = ha.make_model(tmp_path / "m", "gpt_oss", hidden_size=64, intermediate_size=96)
+        published.quantize_to_mxfp4(path)
+    whole, nothing = two_ranks.call(_export, path, tmp_path / "ranks")
+    alone = TorchLearner.from_pretrained(settings(), path)
+    expected = alone.export_weights()
+    assert not nothing
+    assert whole.keys() == expected.keys()
+    assert all(np.array_equal(whole[name], tensor) for name, tensor in expected.items())
+    alone.save_pretrained(tmp_path / "alone")
+    written, same = published.read(tmp_path / "ranks"), published.read(tmp_path / "alone")
+    assert written.keys() == same.keys()
+    assert bool(alone.carried) == (form == "fp8")
+    assert all(torch.equal(written[name], tensor) for name, tensor in same.items())

@@ -93,7 +93,8 @@ def test_a_run_goes_on_when_its_generator_or_engine_is_killed_and_records_what_i
     assert names.count("generator_restarted") == 2
     assert "episode_abandoned" not in names
     lost = [e["error"] for e in events(run_dir) if e["event"] == "generator_lost"]
-    assert lost[1] == "its engine is lost: its process ended with code -9"
+    # A request or an installation is the first to learn of it. Both name the cause.
+    assert "its process ended with code -9" in lost[1]
     assert summarize_run(run_dir).history.generators_lost == len(lost) == 2
     assert "restart" in screen.getvalue()
     for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):

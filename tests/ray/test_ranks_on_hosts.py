@@ -60,7 +60,8 @@ def test_each_host_publishes_its_part_and_engines_have_the_digest_of_the_whole(t
             assert engine["memory"] < 2 * BUCKET_BYTES
         for share, memory in version["ranks"]:
             assert share < 0.6 * 2 * whole  # what is copied is in float32
-            assert memory < 1.3 * share + 2 * BUCKET_BYTES
+            # The copy and its part of the file, which is in bfloat16; no second one of either.
+            assert memory < 1.5 * share + 3 * BUCKET_BYTES
     assert found["steps_without_sender"] >= 1
     assert len(set(found["after"])) == 1
     stalled, went_on = [e for e in found["events"] if e["event"].startswith("weights_")][:2]

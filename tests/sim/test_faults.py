@@ -165,7 +165,7 @@ def test_what_a_lost_engine_would_have_played_is_played_again_and_nothing_fails(
 
 @pytest.mark.parametrize("kind", ["env_dies", "env_hangs", "env_late"])
 def test_what_an_environment_s_process_loses_is_played_again(kind: str):
-    workload = SimulatedWorkload(3, steps=4, seconds=10.0, tail=0, stall_seconds=60.0)
+    workload = SimulatedWorkload(3, steps=4, seconds=30.0, tail=0, stall_seconds=60.0)
     fault = PlannedFault(20.0, kind, "generator-0", seconds=54.0, amount=60.0)
     simulated = run(workload, fault)
     failed = of(simulated, EpisodeFailed)

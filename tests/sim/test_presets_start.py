@@ -18,7 +18,7 @@ from tests.sim.whole import Machine, renderer
 
 NAMES = [path.stem for path in list_preset_paths()]
 IN_MEMORY = ["weights.directory=/memory"]
-ON_SEVERAL_HOSTS = ["moe_30b_r3", "moe_235b_r3"]
+ON_SEVERAL_HOSTS = ["moe_30b_r3", "moe_235b_r3", "qwen3_5_35b_r3"]
 
 
 @pytest.fixture

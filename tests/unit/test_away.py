@@ -1,5 +1,6 @@
 """A host that does not see the files of the run: what it is given of the model, and how it is noticed."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -12,15 +13,21 @@ from r3async.actors.remote_generators import (
     fetch_model_files,
     publish_model_files,
     shares_run_directory,
+    write_engine_model,
 )
 from r3async.checkpoint.run_starts import begin_lineage
 from r3async.config.generator import GeneratorConfig
+from r3async.learner.torch.backend import TorchLearner
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.rollout.engine import TENSOR_NAMES_FILE
 from r3async.rollout.renderer import ChatRenderer
-from r3async.rollout.vllm.engine import VllmEngine, read_tensor_names
+from r3async.rollout.vllm.engine import VllmEngine, _verify_manifest, read_tensor_names
+from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.world.real import REAL_WORLD, RealWorld
+from tests.helpers import architectures as ha
+from tests.helpers import published
+from tests.helpers.torch import settings
 
 
 class Shared(RealWorld):
@@ -43,6 +50,46 @@ def test_a_host_without_the_model_gets_all_but_its_weights(untrained, tmp_path):
     assert path.startswith(str(tmp_path / "run"))
     assert read_tensor_names(tmp_path / "run" / "model-of-the-run") == names != frozenset()
     assert ChatRenderer.from_model(path).encode("abc") == text
+
+
+def test_engines_begin_without_quantized_weights_on_every_host(tmp_path):
+    here = ha.make_model(tmp_path / "model", "qwen3_moe")
+    names = read_tensor_names(here)
+    published.quantize_to_fp8(here)
+    assert len(published.read(here)) > len(names)
+    assert read_tensor_names(here) == names != frozenset()
+    path = write_engine_model(Shared(), here, tmp_path / "run")
+    engine = VllmEngine(str(path), GeneratorConfig(dtype="bfloat16", concurrency=1), max_model_len=64)
+    assert engine._engine_args["load_format"] == "dummy"
+    assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    given = publish_model_files(Shared(), path)
+    shutil.rmtree(path)
+    elsewhere = fetch_model_files(Shared(), given, tmp_path / "other")
+    assert read_tensor_names(tmp_path / "other/model-of-the-run") == names
+    assert elsewhere == str(tmp_path / "other/model-of-the-run")
+
+
+def test_an_engine_takes_the_text_model_alone_and_versions_without_what_is_carried(tmp_path):
+    path = published.make_vision_model(tmp_path / "model")
+    engine = VllmEngine(str(path), GeneratorConfig(dtype="bfloat16", concurrency=1), max_model_len=64)
+    assert engine._engine_args["language_model_only"] is True
+    file = tmp_path / "version.safetensors"
+    trained = {n: t for n, t in published.read(path).items() if not n.startswith(("model.visual.", "mtp."))}
+    published.save_file(trained, file)
+    manifest = WeightManifest(0, str(file), dict.fromkeys(trained), 0, source="elsewhere")
+    names = read_tensor_names(path)
+    with pytest.raises(WeightError, match=r"model\.visual\.blocks.* is missing \(23 in all\)"):
+        _verify_manifest(manifest, names)
+    _verify_manifest(msgspec.structs.replace(manifest, carried=tuple(names - trained.keys())), names)
+
+
+def test_a_tied_output_layer_that_the_files_have_need_not_be_in_a_version(tmp_path):
+    path = ha.make_model(tmp_path / "model", "qwen2")
+    names = read_tensor_names(path)
+    published.rewrite(path, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    learner = TorchLearner.from_pretrained(settings(), path)
+    assert read_tensor_names(path) == names == learner.export_weights().keys()
+    assert not learner.carried
 
 
 @pytest.mark.parametrize("without", [False, True])

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Llama4Config
 
 from r3async.learner import LearnerError
 from r3async.learner.model_directory import save_version_as_model
 from r3async.learner.torch.described import read_model_config
-from r3async.learner.torch.model import PackedModel
 
 
 def export(source, config, directory):
@@ -57,13 +54,3 @@ def test_quantized_weights_are_refused_wherever_they_are_described(tmp_path, key
     (tmp_path / "config.json").write_text(json.dumps({"text_config": described} if nested else described))
     with pytest.raises(LearnerError, match="quantized weights"):
         read_model_config(tmp_path)
-
-
-def test_the_text_model_of_a_model_with_vision_is_refused():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    text = sizes | {"intermediate_size_mlp": 16, "num_local_experts": 2, "vocab_size": 32, "num_key_value_heads": 2}
-    config = Llama4Config(text_config=text | {"head_dim": 8}, vision_config=sizes)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(LearnerError, match="'llama4' has more than the text model 'llama4_text'"):
-        PackedModel(model, config.to_dict(), 64)

@@ -42,6 +42,31 @@ def test_the_gradient_is_that_of_full_training_on_the_adapters_subspace(model_pa
     assert norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_two_products_as_in_engines_have_the_gradient_of_full_training(model_path, tmp_path, recompute):
+    """In float32, where their order does not matter."""
+    config = hl.alone(hl.with_lora(hl.settings("torch"), "self_attn", recompute=recompute))
+    found, norm, values = hl.adapter_gradients(model_path, config, tmp_path / "merged")
+    assert norm > 0
+    hl.assert_close(found, hl.projected(hl.full_gradients(tmp_path / "merged", config), values))
+
+
+def test_a_bfloat16_learner_multiplies_in_the_order_of_engines(build):
+    """Two products of rounded factors, and not one of a rounded sum."""
+    config = hl.alone(hl.with_lora(hl.settings("torch", dtype="bfloat16"), "self_attn"), "bfloat16")
+    learner = build(config)
+    hl.randomize(learner)
+    linear = learner.model.layers[0].self_attn.q_proj
+    x = torch.randn(7, linear.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    served = learner.export_adapters()
+    a, b = (served[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight"] for side in "AB")
+    with learner.use_start_weights():
+        start = linear.weight.detach().clone()
+        assert torch.equal(linear(x), x @ start.T)
+    assert torch.equal(linear(x), x @ start.T + (x @ a.T) @ b.T)
+    assert not torch.equal(linear(x), x @ linear.weight.T)
+
+
 @pytest.mark.parametrize(
     ("variant", "backend"), [*((v, b) for v in ha.VARIANTS for b in BACKENDS), *((v, "torch") for v in ha.TORCH_ONLY)]
 )
@@ -119,9 +144,11 @@ def parameters_of(path: Path) -> int:
     return sum(t.numel() for t in load_file(path / "model.safetensors").values())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_reference_is_the_start_model(build, backend):
-    config = hl.with_lora(hl.settings(backend))
+@pytest.mark.parametrize(
+    "config",
+    [*(hl.with_lora(hl.settings(b)) for b in BACKENDS), hl.alone(hl.with_lora(hl.settings("torch"), "q_proj"))],
+)
+def test_the_reference_is_the_start_model(build, config):
     config.algorithm.reference_kl.coef = 0.1
     learner, (step,) = build(config), hc.batches(1)
     before = learner.logprobs(step)
@@ -130,6 +157,46 @@ def test_the_reference_is_the_start_model(build, backend):
     assert max(abs(a - b).max() for a, b in zip(before, moved, strict=True)) > 1e-3
     assert all((a == b).all() for a, b in zip(before, learner.logprobs(step, use_reference=True), strict=True))
     assert all((a == b).all() for a, b in zip(moved, learner.logprobs(step), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_engines_get_alone_makes_the_weights_with_which_the_learner_scores(build, backend, dtype):
+    """The scale is in B, both factors are rounded once, and what they are added to is the start model."""
+    config = hl.alone(hl.with_lora(hl.settings(backend), "self_attn"), dtype)
+    learner = build(config)
+    hl.randomize(learner)
+    served = learner.export_adapters()
+    merged = {n: t.clone() for n, t in learner.export_weights().items()}
+    with learner.use_start_weights():
+        start = {n: t.clone() for n, t in learner.export_weights().items()}
+    assert all(torch.equal(t, merged[n]) for n, t in learner.export_weights().items())
+    assert {t.dtype for t in served.values()} == {getattr(torch, dtype)}
+    adapted = {n.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for n in served if "lora_A" in n}
+    assert {f"{n}.weight" for n in adapted} == {n for n in start if "_proj" in n and "self_attn" in n}
+    for name, tensor in merged.items():
+        module = name.removesuffix(".weight")
+        delta = 0.0
+        if module in adapted:
+            a, b = (served[f"base_model.model.{module}.{side}.weight"].float() for side in ("lora_A", "lora_B"))
+            assert torch.equal(b, (hl.ALPHA / hl.RANK * b_of(learner, module)).to(getattr(torch, dtype)).float())
+            delta = b @ a
+        assert torch.equal(tensor, start[name] + delta)
+
+
+def b_of(learner, module):
+    """The float32 values of the adapter's B."""
+    name = f"{module}.lora_B.weight"
+    (found,) = (p for p, held, *_ in learner._adapters.list_parameters() if held.places[0].name == name)
+    return found.detach()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("targets", [("all-linear",), ("self_attn", "experts"), ("mlp.gate",)])
+def test_adapters_that_engines_cannot_be_given_alone_are_refused_by_name(build, backend, targets):
+    config = hl.alone(hl.with_lora(hl.settings(backend), *targets))
+    with pytest.raises(LearnerError, match=r'deliver` = "adapter".*mlp\.(experts|gate).*targets` = .*= "merged"'):
+        build(config)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

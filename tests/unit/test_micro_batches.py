@@ -322,7 +322,10 @@ def test_a_sliding_window_costs_its_width_and_linear_attention_nothing_quadratic
     plain = SMALL | {"num_experts": 8}
     mixed = build_cost_model(plain | {"layer_types": kinds, "sliding_window": 10})
     assert mixed.quadratic == build_cost_model(plain).quadratic / 3
-    assert mixed.linear == build_cost_model(plain).linear + 2 * 4 * 16 * 10
+    lightning, projections = 5 * 32 * 32 + 32, 32 * 32 * 2 + 32 * 16 * 2
+    assert mixed.linear == build_cost_model(plain).linear + 2 * 4 * 16 * 10 + 2 * (lightning - projections)
+    assert mixed.keeps_state
+    assert not build_cost_model(plain).keeps_state
 
 
 def test_dense_models_and_nested_configurations_are_counted_too():

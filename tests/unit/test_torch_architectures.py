@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from r3async.data.model_shape import RoutingShape, parse_model_shape
-from r3async.data.models import RECURRENT_MODEL_TYPES, TORCH_ONLY_ARCHITECTURES
+from r3async.data.models import TORCH_ONLY_ARCHITECTURES
 from r3async.learner import LearnerError
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.torch.backend import TorchLearner
@@ -53,11 +53,14 @@ def test_biases_of_experts_keep_float32_in_a_bfloat16_model(tmp_path, variant):
 
 
 def test_numbers_of_the_plan_are_those_of_models_that_only_this_backend_trains(tmp_path):
-    assert {name.partition("/")[0] for name in ha.TORCH_ONLY} == set(TORCH_ONLY_ARCHITECTURES)
+    assert {name.partition("/")[0].removesuffix("_text") for name in ha.TORCH_ONLY} == set(TORCH_ONLY_ARCHITECTURES)
     for variant in ha.TORCH_ONLY:
         path = ha.make_model(tmp_path / variant, variant)
         shape = parse_model_shape(json.loads((path / "config.json").read_text()))
-        assert shape.num_parameters == sum(p.numel() for p in hm.load_hf(path).parameters())
+        model = hm.load_hf(path)
+        # Small norms and biases of hybrids are not counted.
+        within = 0 if variant == "gpt_oss" else 0.003
+        assert shape.num_parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=within), variant
 
 
 SMALL = {
@@ -65,23 +68,23 @@ SMALL = {
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2},
     **{"num_experts": 8, "num_local_experts": 8},
 }
-BY_OTHER_WORDS = {"kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe"}
-"""Their configuration nests these numbers, or has other names for them."""
 
 
-@pytest.mark.parametrize("kind", sorted({"gemma2", "phimoe", *RECURRENT_MODEL_TYPES} - BY_OTHER_WORDS))
+@pytest.mark.parametrize("kind", ["gemma2", "phimoe"])
 def test_what_is_refused_by_name_this_backend_would_refuse_when_it_looks(kind):
     known = AutoConfig.for_model(kind).to_dict()
     config = AutoConfig.for_model(kind, **{name: value for name, value in SMALL.items() if name in known})
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     why = {"gemma2": "uses soft-capping", "phimoe": "routes of this model cannot"}
-    with pytest.raises(LearnerError, match=why.get(kind, "calls attention 0 times instead of once")):
+    with pytest.raises(LearnerError, match=why[kind]):
         PackedModel(causal.eval(), config.to_dict(), max_total_tokens=64).find_routers(torch.device("meta"))
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe"])
-def test_scores_with_own_routes_sinks_and_windows_are_those_of_transformers(tmp_path, variant):
+@pytest.mark.parametrize(
+    "variant", ["gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe", "granitemoehybrid", "falcon_h1", "jamba"]
+)
+def test_scores_with_own_routes_sinks_windows_and_scaled_logits_are_those_of_transformers(tmp_path, variant):
     path = ha.make_model(tmp_path / "m", variant)
     ids = np.random.default_rng(0).integers(0, hm.VOCAB, 65)
     expected = hm.score(hm.load_hf(path), ids)
@@ -120,23 +123,15 @@ QWEN = SHARED | {"intermediate_size": 56, "moe_intermediate_size": 40, "num_expe
             "DeepseekV2TopkRouter takes gate weights from scores in which some groups of experts are masked",
         ),
         (
-            lambda: tf.GraniteMoeConfig(**SHARED, intermediate_size=40, num_local_experts=8, logits_scaling=4.0),
-            "logits",
+            lambda: tf.Gemma2Config(**QWEN, attn_logit_softcapping=None),
+            "changes its logits",
         ),
         (
             lambda: tf.Qwen3MoeConfig(**QWEN, head_dim=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
             "rope_type 'dynamic'",
         ),
-        (
-            lambda: tf.Ernie4_5_MoeConfig(**(SHARED | MOE), moe_num_experts=8, moe_k=2),
-            r"layers \[\] are mixtures of experts, but .* in layers \[1, 2\]",
-        ),
-        (
-            lambda: tf.Qwen3NextConfig(**QWEN, head_dim=16, shared_expert_intermediate_size=40, linear_num_key_heads=2),
-            "layer 0 of Qwen3NextForCausalLM calls attention 0 times",
-        ),
     ],
-    ids=["masked-groups", "scaled-logits", "dynamic-rope", "unknown-geometry", "recurrent"],
+    ids=["masked-groups", "capped-logits", "dynamic-rope"],
 )
 def test_what_would_be_trained_wrongly_is_refused_at_start(tmp_path, config, message):
     path = ht.save_random(tmp_path / "m", config())

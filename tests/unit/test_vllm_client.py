@@ -29,7 +29,7 @@ class Core:
         self.queue: asyncio.Queue = asyncio.Queue()
         self.added, self.aborted = [], []
 
-    async def add_request(self, request_id, prompt_ids, params, salt):
+    async def add_request(self, request_id, prompt_ids, params, salt, adapter):
         self.added.append(request_id)
 
     async def abort_requests(self, request_ids):

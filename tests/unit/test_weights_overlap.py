@@ -27,7 +27,7 @@ from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep
 from r3async.actors.version_delivery import VersionInstaller
 from r3async.actors.version_writer import Published, VersionWriter
-from r3async.config import config_to_dict, load_config
+from r3async.config import LoraConfig, config_to_dict, load_config
 from r3async.learner import LearnerError
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.prepare import PreparedStep
@@ -36,7 +36,7 @@ from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.weights.interfaces import TransferOffer
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import BASE_VERSION, AdapterFormat, WeightManifest
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
@@ -127,6 +127,7 @@ def learner(tmp_path, monkeypatch):
     actor = LearnerActor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), "model")
     timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch_lane, actor._writer_lane)
     publishing = VersionWriter(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
+    publishing.carried = ("mtp.fc.weight",)
     monkeypatch.setattr(r3async.actors.learner, "check_staleness", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "compute_staleness_metrics", lambda *args: {})
     monkeypatch.setattr(Trainer, "prepare_step", lambda self, groups: PreparedStep(groups, [], [], [], {}, []))
@@ -145,6 +146,21 @@ def learner(tmp_path, monkeypatch):
     return actor
 
 
+async def test_the_first_version_of_adapters_alone_comes_with_the_start_model(learner):
+    backend = learner.model.ranks
+    learner.config.learner.lora = LoraConfig(rank=8, deliver="adapter")
+    backend.may_write.release(3)
+    first = await asyncio.wait_for(learner.publish_version(), LIMIT)
+    assert backend.happened == ["copied -1", "written -1", "copied 0", "written 0"]
+    base = first.base.manifest
+    assert (base.version, base.adapter, first.version) == (BASE_VERSION, None, 0)
+    await learner.run_step()
+    later = await asyncio.wait_for(learner.write_version(), LIMIT)
+    assert later.base is None
+    for each in (first, later):
+        assert each.publication.manifest.adapter == AdapterFormat(8, base.digest)
+
+
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
     backend = learner.model.ranks
     assert (await learner.run_step()).has_new_weights
@@ -157,6 +173,7 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert not second_step.done()
     backend.may_write.release(2)
     written = await asyncio.wait_for(first, LIMIT)
+    assert written.publication.manifest.carried == ("mtp.fc.weight",)
     result = await asyncio.wait_for(second_step, LIMIT)
     assert written.version == 1
     assert written.seconds > 0.1

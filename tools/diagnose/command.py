@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ import numpy as np
 
 from r3async.config import Config, ConfigError, load_config
 from r3async.config.load import Overrides, apply_overrides
+from r3async.data.checkpoint_forms import read_quantized_form
+from r3async.data.model_shape import take_text_config
 from r3async.learner import build_learner
 from r3async.rollout import build_engine
 from r3async.rollout.renderer import encode_plain
@@ -114,9 +116,8 @@ def _export_newest(run: Path, scratch: Path, print_line: PrintLine) -> Path | No
 
 def _limit_tokens(config: Config, model: Path) -> Config:
     """Limit the episode's tokens to the number of positions of the model."""
-    positions = decode_python_json((model / "config.json").read_bytes()).get(
-        "max_position_embeddings"
-    )
+    described = decode_python_json((model / "config.json").read_bytes())
+    positions = take_text_config(described).get("max_position_embeddings")
     longest = min(config.episode.max_total_tokens, positions or config.episode.max_total_tokens)
     if longest == config.episode.max_total_tokens:
         return config
@@ -149,11 +150,14 @@ async def _run_engine(
     prompt: np.ndarray,
     scratch: Path,
     print_line: PrintLine,
+    carried: Sequence[str],
 ) -> EngineOutputs:
     engine = build_engine(config, str(start_model), config.seed)
     try:
         await engine.start()
-        return await observe_engine(engine, config, tensors, prompt, scratch, print_line=print_line)
+        return await observe_engine(
+            engine, config, tensors, prompt, scratch, print_line=print_line, carried=carried
+        )
     finally:
         await engine.stop()
 
@@ -175,15 +179,22 @@ def run_diagnosis(
         *(check_masks(target.run, target.start_model) if target.run else ()),
     ]
     print_line("loading the files and the learner")
-    reference = ReferenceModel(target.model)
     learner: Any = build_learner(config, target.model, frozen=True)
     try:
+        start_model = target.start_model
+        described = decode_python_json((start_model / "config.json").read_bytes())
+        if read_quantized_form(described) is not None:
+            start_model = scratch / "dequantized"
+            learner.save_pretrained(start_model)
+        reference = ReferenceModel(
+            start_model if target.model == target.start_model else target.model
+        )
         tensors = learner.export_weights()
         stale = find_changed_tensors(tensors, target.model, config.learner.dtype)
         print_line("starting vLLM")
         prompt = make_prompt(target.start_model, config, learner.vocab_size)
         side = asyncio.run(
-            _run_engine(config, target.start_model, tensors, prompt, scratch, print_line)
+            _run_engine(config, start_model, tensors, prompt, scratch, print_line, learner.carried)
         )
         print_line("what the learner computes")
         mine = observe_learner(learner, side.tokens, stale, config)

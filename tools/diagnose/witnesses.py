@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3async.config import Config, ConfigError, ParallelConfig
-from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIXES
 from r3async.learner import LearnerError
 from r3async.rollout.activations import ActivationRecorder
 from r3async.rollout.engine import GenerationRequest
@@ -85,7 +85,7 @@ def find_changed_tensors(tensors: Mapping[str, Tensor], directory: Path, dtype: 
         if name not in files:
             continue
         written = files[name].get_tensor(name)
-        kept = tensor.dtype if name.endswith(EXPERT_BIAS_SUFFIX) else getattr(torch, dtype)
+        kept = tensor.dtype if name.endswith(EXPERT_BIAS_SUFFIXES) else getattr(torch, dtype)
         if not torch.equal(written.to(kept), tensor.cpu().to(kept)):
             found.append(name)
     if not any(name in files for name in tensors):
@@ -101,6 +101,7 @@ async def observe_engine(
     scratch: Path,
     *,
     print_line: Callable[[str], object] = lambda line: None,
+    carried: Sequence[str] = (),
 ) -> EngineOutputs:
     """Record the stages, log-probs, samples and stale tensors of a started engine.
 
@@ -117,13 +118,16 @@ async def observe_engine(
         # The elements of every tensor are reversed: no value is out of range, and none
         # stays in its place.
         others = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors.items()}
-        await engine.install_version(
-            publisher.write_tensors(version + 1, others, dtype), INSTALL_TIMEOUT_SECONDS
+        manifest = msgspec.structs.replace(
+            publisher.write_tensors(version + 1, others, dtype), carried=tuple(carried)
         )
+        await engine.install_version(manifest, INSTALL_TIMEOUT_SECONDS)
         # Its keys and values stay in the prefix cache.
         await engine.generate(GenerationRequest("before", prompt, 1, temperature))
         await engine.count_stale_cached_tokens(prompt)
-        manifest = publisher.write_tensors(version + 2, tensors, dtype)
+        manifest = msgspec.structs.replace(
+            publisher.write_tensors(version + 2, tensors, dtype), carried=tuple(carried)
+        )
         await engine.install_version(manifest, INSTALL_TIMEOUT_SECONDS)
         cached = await engine.count_stale_cached_tokens(prompt)
         print_line("what vLLM computes")

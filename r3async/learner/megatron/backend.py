@@ -50,7 +50,13 @@ from r3async.learner.megatron.weights import (
     map_parameters,
 )
 from r3async.learner.micro_batches import MicroBatch
-from r3async.learner.model import MegatronModelShape, open_model_files, read_model_shape
+from r3async.learner.model import (
+    MegatronModelShape,
+    list_extra_tensors,
+    open_model_files,
+    read_model_shape,
+)
+from r3async.learner.model_directory import log_checkpoint_form
 from r3async.learner.optimizer import MasterAdamW, count_updates
 from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.results import LearnerError
@@ -164,11 +170,16 @@ class MegatronLearner(LearnerBackend):
         layout = parallel.init_model_parallel(config.learner.parallel, device)
         model = build_model(build_transformer_config(shape, config.learner), shape).to(device)
         linked = list(map_parameters(model, shape))
-        load_weights([*linked, *map_expert_biases(model, shape)], shape, open_model_files(source))
+        files = open_model_files(source)
+        load_weights([*linked, *map_expert_biases(model, shape)], shape, files)
         adapters = build_adapters(model, linked, config)
         if frozen:
             model.requires_grad_(False)
-        return cls(config, source, layout, shape, model, linked, device, adapters)
+        learner = cls(config, source, layout, shape, model, linked, device, adapters)
+        learner.carried = list_extra_tensors(shape, files)
+        if layout.rank == 0 and not frozen:
+            log_checkpoint_form(source, learner.carried)
+        return learner
 
     # -- passes ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Patches that let megatron-core 0.16 run without CUDA, and without TransformerEngine.
+"""Patches that let megatron-core run without CUDA, and without TransformerEngine.
 
 `patch_megatron` changes names inside `torch.cuda` and Megatron, once and for the whole process; on
 a CUDA machine it only supplies the names that Megatron leaves unbound without TransformerEngine.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,10 @@ def build_layer_spec(
                 module=AllHeadsRMSNorm, params={"heads": shape.num_kv_heads}
             )
     if moe:
-        spec.submodules.mlp.submodules.experts = GroupedExperts
+        mlp = spec.submodules.mlp
+        # A specification in megatron-core 0.16, a `partial` of the layer in later ones.
+        parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        parts.experts = GroupedExperts
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchRMSNorm
     return spec
 

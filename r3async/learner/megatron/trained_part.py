@@ -56,7 +56,12 @@ def build_adapters(
         # Recomputed layers run forward again only if their input has a gradient.
         model.embedding.register_forward_hook(_require_gradient)
     return LoraAdapters(
-        matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype)
+        matrices,
+        chosen,
+        learner.lora,
+        seed=config.seed,
+        dtype=getattr(torch, learner.dtype),
+        served_dtype=getattr(torch, config.generator.dtype),
     )
 
 

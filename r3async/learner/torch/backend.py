@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
@@ -33,6 +33,7 @@ from r3async.learner.gradient_reducer import GradientReducer, Gradients
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
 from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.model import open_model_files, read_tensor_shapes
+from r3async.learner.model_directory import log_checkpoint_form
 from r3async.learner.optimizer import MasterAdamW, count_updates
 from r3async.learner.rank_group import SINGLE_RANK, RankGroup
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
@@ -40,7 +41,9 @@ from r3async.learner.results import LearnerError
 from r3async.learner.row_shares import to_local
 from r3async.learner.shard_slice import ShardSlice
 from r3async.learner.token_logprobs import select_supports
+from r3async.learner.torch.checkpoint_names import CheckpointNames
 from r3async.learner.torch.described import read_model_config
+from r3async.learner.torch.expert_parallel import divide_experts
 from r3async.learner.torch.model import (
     PackedInputs,
     PackedModel,
@@ -114,7 +117,7 @@ class TorchLearner(LearnerBackend):
         causal = build_empty_model(source, torch.float32) if shared else load_model(source, dtype)
         model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
         if shared:
-            shard_model(model, ranks, dtype)
+            shard_model(model, ranks, dtype, config.learner.parallel.ep)
             with return_freed_blocks():
                 fill_sharded_model(causal, source, ranks.device)
                 model.find_routers(ranks.device)
@@ -129,7 +132,7 @@ class TorchLearner(LearnerBackend):
             is_recomputed=config.learner.recompute != "none",
         )
         if model.routing:
-            known = find_architecture(described.get("model_type", ""))
+            known = find_architecture(causal.config.model_type)
             logits = known is not None and known.router_score == "logits"
             attach_replay(model.routers, model.routing, replay, logits=logits)
         model.enable_recompute(config.learner.recompute)
@@ -144,8 +147,15 @@ class TorchLearner(LearnerBackend):
                 config.learner.lora,
                 seed=config.seed,
                 dtype=dtype,
+                served_dtype=getattr(torch, config.generator.dtype),
             )
-        return cls(config, source, ranks, model, replay, adapters)
+        learner = cls(config, source, ranks, model, replay, adapters)
+        names = CheckpointNames(causal, open_model_files(source))
+        model.published_names = names.published
+        learner.carried = names.carried
+        if ranks.rank == 0 and not frozen:
+            log_checkpoint_form(source, learner.carried)
+        return learner
 
     def forward(
         self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None
@@ -235,10 +245,18 @@ def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
         return ShardSlice(
             (TensorSlice.full_tensor(name, parameter.shape),), is_writer=ranks.rank == 0
         )
-    # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
-    rows = -(-parameter.shape[0] // parameter.device_mesh.size())
+    # The first dimension is divided evenly, the last ranks getting less, or nothing: experts among
+    # the last dimension of the mesh first, and what is left by FSDP among the first.
+    mesh = parameter.device_mesh
+    first = 0
+    rows = parameter.shape[0]
+    for dim in reversed(range(mesh.ndim)):
+        part = -(-rows // mesh.size(dim))
+        before = min(mesh.get_local_rank(dim) * part, rows)
+        first += before
+        rows = min(part, rows - before)
     size = tuple(parameter.to_local().shape)
-    offset = (min(ranks.rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
+    offset = (first, *(0 for _ in size[1:]))
     return ShardSlice((TensorSlice(name, tuple(parameter.shape), offset, size),))
 
 
@@ -251,12 +269,15 @@ def find_adapter_candidates(
         for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())
     }
     routers = {id(p) for router in model.routers for p in router.parameters()}
+    convolutions = {
+        id(p) for m in model.modules() if isinstance(m, torch.nn.Conv1d) for p in m.parameters()
+    }
     out = []
     for name, p in model.causal_lm.named_parameters():
         router = id(p) in routers
         if (
             p.ndim < 2
-            or id(p) in ends
+            or id(p) in ends | convolutions
             or name.endswith("bias")
             or (router and config.freeze_router)
         ):
@@ -264,7 +285,9 @@ def find_adapter_candidates(
         divided: ShardedDim = (
             ("rows" if p.ndim == 2 else "matrices") if ranks.world_size > 1 else None
         )
-        out.append(AdapterCandidate(p, locate_shard(name, p, ranks), divided, router))
+        owner = model.causal_lm.get_submodule(name.rpartition(".")[0])
+        linear = owner if type(owner) is torch.nn.Linear and ranks.world_size == 1 else None
+        out.append(AdapterCandidate(p, locate_shard(name, p, ranks), divided, router, linear))
     return out
 
 
@@ -311,11 +334,12 @@ class FsdpGradientReducer(GradientReducer):
         return float(self._ranks.all_reduce(np.asarray([mine]), "sum")[0])
 
 
-def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:
+def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype, ep: int) -> None:
     """Divide every parameter, held in float32, among the ranks; each layer is gathered in
-    `dtype` while it runs.
+    `dtype` while it runs, of its experts the 1 / `ep` that this rank computes.
 
-    Parameters without memory stay without.
+    Ranks next to each other exchange tokens. Parameters without memory stay without. Raises
+    `LearnerError` if experts cannot be divided.
 
     Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the
     global denominator.
@@ -325,9 +349,16 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> Non
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    if ep > 1:
+        grid = init_device_mesh(
+            ranks.device.type, (ranks.world_size // ep, ep), mesh_dim_names=("replicas", "experts")
+        )
+        for module in divide_experts(model.layers, model.routing, grid["experts"]):
+            fully_shard(module, mesh=grid["replicas"], mp_policy=policy)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, PackedModel._trial_forward.__name__)
+    for trial in (PackedModel._find_leaks, PackedModel._trial_forward):
+        register_fsdp_forward_method(model, trial.__name__)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -344,7 +375,11 @@ def gather_tensor(
     """
     tensor = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        placements = list(tensor.placements)
+        for dim in range(tensor.device_mesh.ndim):  # torch warns of several at once
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        tensor = tensor.to_local()
     return tensor.cpu() if ranks.rank == target_rank else None
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from r3async.data.checkpoint_forms import (
+    QUANTIZATION_KEYS,
+    CheckpointFormError,
+    read_quantized_form,
+)
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
-
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-"""Keys of a `config.json`, or of one nested in it, that describe quantized weights."""
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -27,17 +29,16 @@ def read_model_config(path: Path) -> dict[str, Any]:
         raise LearnerError(
             f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"
         ) from error
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    if any(key in part for part in parts for key in QUANTIZATION_KEYS):
-        raise LearnerError(
-            f"{path}: quantized weights cannot be trained; set `model.path` to the model "
-            "in full precision"
-        )
+    try:
+        read_quantized_form(config)
+    except CheckpointFormError as error:
+        raise LearnerError(f"{path}: {error}") from error
     return config
 
 
 def load_transformers_config(path: Path) -> Any:
-    """Return the configuration as transformers loads it.
+    """Return the configuration as transformers loads it, without what describes quantized
+    weights: they are read dequantized.
 
     Raises `LearnerError` for a model that transformers does not know, or that samples no text.
     """
@@ -52,6 +53,10 @@ def load_transformers_config(path: Path) -> Any:
         raise LearnerError(
             f"transformers cannot build it: {loaded.model_type!r} is no causal language model"
         )
+    for part in (loaded, loaded.get_text_config()):
+        for key in QUANTIZATION_KEYS:
+            if hasattr(part, key):
+                delattr(part, key)
     return loaded
 
 

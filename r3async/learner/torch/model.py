@@ -26,7 +26,7 @@ from transformers.integrations import moe
 from transformers.modeling_utils import LoadStateDictConfig
 
 from r3async.data.model_shape import ModelShapeError, read_moe_layers
-from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIXES
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.deterministic_gather import DeterministicGather
@@ -38,9 +38,18 @@ from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.results import LearnerError
 from r3async.learner.stacked_experts import zero_empty_gradients
 from r3async.learner.token_logprobs import token_logprobs
-from r3async.learner.torch.described import first_error_line, load_transformers_config
+from r3async.learner.torch.checkpoint_names import may_be_carried
+from r3async.learner.torch.described import (
+    first_error_line,
+    load_transformers_config,
+    read_model_config,
+)
+from r3async.learner.torch.packed_delta_net import use_packed_delta_rule
 from r3async.learner.torch.routers import RouterSearch, check_routers
+from r3async.learner.torch.separate_samples import SampleSeparator, find_leaks
 
+TRIAL_LENGTHS = (4, 3)
+"""Tokens of the two samples with which a model is tried when it has been loaded."""
 ATTENTION_NAME = "r3async_packed"
 """The name of our attention in transformers. No mask function has this name, so
 models create no mask."""
@@ -56,7 +65,6 @@ def _packed_attention_forward(
     dropout: float = 0.0,
     *,
     attention_plan: AttentionPlan | None = None,
-    attention_calls: list[nn.Module] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -81,8 +89,6 @@ def _packed_attention_forward(
         raise LearnerError(
             f"{name} uses {'dropout' if dropout else 'attention that is not causal'}"
         )
-    if attention_calls is not None:
-        attention_calls.append(module)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = sliding_window or None
     return packed_attention(q, k, v, attention_plan, scaling, sinks=s_aux, window=window)[
@@ -112,25 +118,39 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     or a weight is missing or left over.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
+        empty = build_empty_model(path, dtype)
+        # Whatever the dtype, expert biases are float32. Not all classes say so (MiniMax-M2's not).
+        type(empty)._keep_in_fp32_modules_strict = set(EXPERT_BIAS_SUFFIXES)
+        model, info = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict={
+                name: file.get_slice(name) for name, file in open_model_files(path).items()
+            },
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
             output_loading_info=True,
         )
     except Exception as error:
         # Many kinds: files, their headers, names, shapes, an unknown model type.
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
-    _check_loading(path, info)
-    return _prepare_model(model)
+    _check_loading(model, path, info)
+    model = _prepare_model(model)
+    for parameter in model.parameters():
+        # Some classes keep routers in float32. Several ranks gather them in `dtype`, versions are
+        # published in it, and engines compute with it: one rank does as well.
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
-def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
+def _check_loading(model: PreTrainedModel, path: Path, info: Mapping[str, Collection[Any]]) -> None:
     """Raise `LearnerError` if the files of a model have not exactly the tensors that its
-    `config.json` means."""
+    `config.json` means. Those of the parts that are carried may be there."""
+    described = read_model_config(path)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, info[what]))
+        if what == "unexpected_keys":
+            names = [name for name in names if not may_be_carried(model, described, name)]
         if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(
@@ -140,6 +160,12 @@ def _check_loading(path: Path, info: Mapping[str, Collection[Any]]) -> None:
 
 
 def _prepare_model(model: PreTrainedModel) -> PreTrainedModel:
+    for name, parameter in list(model.named_parameters()):
+        # A parameter in Ernie 4.5: no gradient reaches it, but the optimizer would make it smaller.
+        if name.endswith(EXPERT_BIAS_SUFFIXES):
+            owner, _, own_name = name.rpartition(".")
+            delattr(model.get_submodule(owner), own_name)
+            model.get_submodule(owner).register_buffer(own_name, parameter.detach())
     # With this flag a model collects all router logits; there is no auxiliary loss here.
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False
@@ -189,7 +215,7 @@ def fill_sharded_model(model: PreTrainedModel, path: Path, device: torch.device)
         model._finalize_model_loading(model, settings, info)
     except Exception as error:  # many kinds, as in `load_model`
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
-    _check_loading(path, info.to_dict())
+    _check_loading(model, path, info.to_dict())
 
 
 MALLOC_MMAP_THRESHOLD = -3
@@ -279,15 +305,12 @@ class PackedModel(nn.Module):
     ):
         super().__init__()
         self.causal_lm = causal_lm
+        self.published_names: Mapping[str, str] = {}
+        """Names of the checkpoint's tensors for which transformers has other ones, by these."""
         self.entropy_gradient = False
         """True if the loss has an entropy term."""
-        if causal_lm.config.model_type != config["model_type"]:
-            # What is written would be a part of what its config.json describes.
-            raise LearnerError(
-                f"model_type {config['model_type']!r} has more than the text model "
-                f"{causal_lm.config.model_type!r}, which alone would be trained and written: set "
-                "`model.path` to a model of text alone"
-            )
+        self.logit_scale = 1.0
+        """Factor of the output layer's logits. Known after `find_routers`."""
         layers = getattr(causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not isinstance(
             causal_lm.get_output_embeddings(), nn.Linear
@@ -305,65 +328,98 @@ class PackedModel(nn.Module):
         _check_length_independence(causal_lm.config, max_total_tokens)
         self.routers: list[nn.Module] = []
         self._moe_layers = moe_layers
+        self._separator = SampleSeparator(causal_lm.base_model)
+        self._delta_nets = use_packed_delta_rule(causal_lm)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if some layers keep a state, in which samples cannot share a prefix. Known after
+        `find_routers`."""
+        return bool(self._delta_nets or self._separator.modules)
 
     def find_routers(self, device: torch.device) -> None:
-        """Run one short sample on `device` to see what the model does, and find `routers`.
+        """Run two short samples on `device` to see what the model does, keep them apart where it
+        would mix them, and find `routers`.
 
         With ranks that share the model, this is collective. Raises `LearnerError` for a model that
         this backend would train wrongly; see `_trial_forward`.
         """
+        self._separate_samples(device)
         found = self._trial_forward(device)
         if isinstance(self, FSDPModule):
             self.reset_iter_state()  # frees what was gathered
         self.routers = [] if found is None else check_routers(found, self.routing, self._moe_layers)
 
+    def _separate_samples(self, device: torch.device) -> None:
+        """Keep samples apart in layers that would mix them. Nothing is found in a model whose
+        tensors have no values. Raises `LearnerError` for a layer in which that fails."""
+        if self.causal_lm.get_output_embeddings().weight.is_meta:
+            return
+        mixing = self._find_leaks(device)
+        for module in mixing:
+            if module not in self.layers:
+                self._separator.separate(module)
+        if not mixing:
+            return
+        for module in self._find_leaks(device):
+            if module in self.layers:
+                raise LearnerError(
+                    f"layer {self.layers.index(module)} of {type(self.causal_lm).__name__} mixes "
+                    "the samples of a micro-batch, also when its parts are given one sample a row"
+                )
+
+    @torch.no_grad()
+    def _find_leaks(self, device: torch.device) -> list[nn.Module]:
+        """Run two short samples, and return the modules that mix them. A forward pass to FSDP."""
+        packed = self._pack_trial_samples(device)
+        with find_leaks(self.layers, TRIAL_LENGTHS[0]) as leaking:
+            self._run_trial(packed)
+        return leaking
+
+    def _pack_trial_samples(self, device: torch.device) -> PackedInputs:
+        samples = [
+            Sample(f"probe {length}", TokenTable.from_tokens(np.arange(length) % self.vocab_size))
+            for length in TRIAL_LENGTHS
+        ]
+        return PackedInputs.from_micro_batch(collate_samples(samples), device)
+
+    def _run_trial(self, packed: PackedInputs) -> Tensor:
+        """Return the logits `[1, N, vocabulary]`. Raises `LearnerError` if the model cannot run."""
+        try:
+            logits: Tensor = self.causal_lm(**packed.to_model_inputs()).logits
+        except LearnerError:
+            raise
+        except Exception as error:  # whatever a model's own code may raise
+            raise LearnerError(
+                f"{type(self.causal_lm).__name__} cannot run on packed samples: {error}"
+            ) from error
+        return logits
+
     @torch.no_grad()
     def _trial_forward(self, device: torch.device) -> dict[int, list[nn.Module]] | None:
-        """Run one short sample, and return the modules that choose experts, by layer. A
+        """Run two short samples, and return the modules that choose experts, by layer. A
         forward pass to FSDP.
 
         For a model whose tensors have no values, this checks only what its code does with shapes;
         returns None if it cannot run.
 
-        Raises `LearnerError` if a layer mixes tokens by anything but one call of packed
-        attention (recurrent and convolutional layers would mix the samples of a micro-batch), if
-        the logits are not the output layer's (they are scaled or capped), or if a router takes
-        weights from masked scores.
+        Raises `LearnerError` if the logits are not the output layer's (they are capped), or if a
+        router takes weights from masked scores.
         """
-        sample = Sample("probe", TokenTable.from_tokens(np.arange(3) % self.vocab_size))
         shapes_only = self.causal_lm.get_output_embeddings().weight.is_meta
-        packed = PackedInputs.from_micro_batch(collate_samples([sample]), device)
-        calls: list[nn.Module] = []
         hidden: list[Tensor] = []
         handle = self.causal_lm.base_model.register_forward_hook(
             lambda m, i, out: hidden.append(out.last_hidden_state)
         )
         try:
             with RouterSearch(self.layers, self.routing) as search:
-                logits = self.causal_lm(**packed.to_model_inputs(), attention_calls=calls).logits
-        except LearnerError:
-            raise
-        except Exception as error:  # whatever a model's own code may raise
-            if shapes_only:
+                logits = self._run_trial(self._pack_trial_samples(device))
+        except LearnerError as error:
+            if shapes_only and error.__cause__ is not None:
                 return None
-            raise LearnerError(
-                f"{type(self.causal_lm).__name__} cannot run on packed samples: {error}"
-            ) from error
+            raise
         finally:
             handle.remove()
-        where = {
-            id(module): index
-            for index, layer in enumerate(self.layers)
-            for module in layer.modules()
-        }
-        for index in range(len(self.layers)):
-            times = sum(where.get(id(module)) == index for module in calls)
-            if times != 1:
-                raise LearnerError(
-                    f"layer {index} of {type(self.causal_lm).__name__} calls attention "
-                    f"{times} times instead of once: samples packed into one micro-batch "
-                    "would not be kept apart"
-                )
         if shapes_only:
             return search.routers
         if not torch.isfinite(logits).all():
@@ -377,13 +433,7 @@ class PackedModel(nn.Module):
                     "weights are broken"
                 )
             )
-        if not torch.equal(
-            self.causal_lm.get_output_embeddings()(hidden[0]).float(), logits.float()
-        ):
-            raise LearnerError(
-                f"{type(self.causal_lm).__name__} changes its logits after the output layer "
-                "(scaling, soft-capping)"
-            )
+        self.logit_scale = _find_logit_scale(self.causal_lm, hidden[0], logits)
         return search.routers
 
     def forward(
@@ -412,7 +462,7 @@ class PackedModel(nn.Module):
             head.weight,
             before(hidden),
             targets,
-            temperatures,
+            temperatures / self.logit_scale,
             bias=head.bias,
             entropy_gradient=self.entropy_gradient,
             supports=supports,
@@ -427,9 +477,9 @@ class PackedModel(nn.Module):
         Experts are chosen by their scores and these biases.
         """
         named = {
-            id(buffer): (name, buffer)
+            id(buffer): (name, buffer.view(-1))
             for name, buffer in self.causal_lm.named_buffers()
-            if name.endswith(EXPERT_BIAS_SUFFIX)
+            if name.endswith(EXPERT_BIAS_SUFFIXES)
         }
         found = [
             [named[id(b)] for b in router.buffers() if id(b) in named] for router in self.routers
@@ -495,9 +545,12 @@ class PackedModel(nn.Module):
             for name, (tensor, of) in ours.items()
             if (t := gather(tensor.detach(), of)) is not None
         }
-        named = revert_weight_conversion(self.causal_lm, whole)
+        named = {
+            self.published_names.get(name, name): tensor
+            for name, tensor in revert_weight_conversion(self.causal_lm, whole).items()
+        }
         if not copy:
-            return dict(named)
+            return named
         return {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in named.items()
@@ -508,6 +561,27 @@ def _forward_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: A
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+LOGIT_SCALE_KEYS = {"logits_scaling": -1, "lm_head_multiplier": 1, "logit_scale": 1}
+"""Keys of a configuration for a factor of the logits, each with its power: Granite's divides."""
+
+
+def _find_logit_scale(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> float:
+    """Return the factor between the output layer's logits and the model's. Raises `LearnerError` if
+    they differ by anything else."""
+    scale = 1.0
+    for key, power in LOGIT_SCALE_KEYS.items():
+        scale *= float(getattr(model.config, key, None) or 1.0) ** power
+    own = model.get_output_embeddings()(hidden).float()
+    exact = scale == 1.0 and torch.equal(own, logits.float())
+    rounding = 2 * torch.finfo(logits.dtype).eps
+    if exact or (scale != 1.0 and torch.allclose(own * scale, logits.float(), rtol=rounding)):
+        return scale
+    raise LearnerError(
+        f"{type(model).__name__} changes its logits after the output layer (soft-capping, or a "
+        f"factor that is none of {', '.join(LOGIT_SCALE_KEYS)})"
+    )
 
 
 def _check_length_independence(config: Any, max_total_tokens: int) -> None:

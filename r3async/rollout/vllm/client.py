@@ -25,12 +25,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from r3async.data.engine_models import find_engine_model
 from r3async.rollout.engine import EngineError, EngineLostError
+from r3async.rollout.vllm.engine_packages import expose_engine_packages
 from r3async.rollout.vllm.messages import (
     ABORT_MESSAGE,
     ADD_MESSAGE,
     CALL_MESSAGE,
     CORE_DEAD_MESSAGE,
+    CoreAdapterRequest,
     CoreCallResult,
     CoreOutput,
     CoreOutputDecoder,
@@ -42,7 +45,7 @@ from r3async.rollout.vllm.messages import (
 from r3async.rollout.vllm.names import check_vllm_names
 from r3async.rollout.vllm.owner_bound import OwnerBoundConfig
 from r3async.rollout.vllm.scratch import EngineScratch, name_shared_memory
-from r3async.untrusted import decode_msgpack
+from r3async.untrusted import decode_msgpack, decode_python_json
 from r3async.world.kept_programs import exit_with_owner, kill_processes, list_process_trees
 from r3async.world.processes import hide_main_module, pause_garbage_collector
 
@@ -136,6 +139,7 @@ class EngineCoreClient:
         prompt_ids: list[int],
         params: CoreSamplingParams,
         cache_salt: str | None,
+        adapter: CoreAdapterRequest | None = None,
     ) -> None:
         """Send a request, whose id must be new. Raises `EngineError` for one that the engine
         could not serve."""
@@ -156,7 +160,7 @@ class EngineCoreClient:
         await self._send_message(
             ADD_MESSAGE,
             CoreRequest(
-                request_id, prompt_ids, None, params, None, time.time(), None, cache_salt, None
+                request_id, prompt_ids, None, params, None, time.time(), adapter, cache_salt, None
             ),
         )
 
@@ -323,6 +327,10 @@ def _run_core_process(
     # Ends the process before Python takes vLLM's modules apart, for seconds: what is registered
     # first is called last.
     atexit.register(os._exit, 0)
+    described = decode_python_json((Path(args["model"]) / "config.json").read_bytes())
+    kind = described.get("text_config", described).get("model_type", "")
+    if find_engine_model(kind).imports_torchvision:
+        expose_engine_packages()
     try:
         with pause_garbage_collector():
             check_vllm_names()

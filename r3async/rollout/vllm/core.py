@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -49,6 +50,7 @@ SAMPLING_MASK_KEY = "r3async_masks"
 _NO_IDS = np.empty((0, 0), np.int32)
 _POSITIONAL_TYPES: dict[type, type] = {
     EngineCoreRequest: vllm_messages.CoreRequest,
+    LoRARequest: vllm_messages.CoreAdapterRequest,
     EngineCoreOutput: vllm_messages.CoreOutput,
     EngineCoreOutputs: vllm_messages.CoreOutputs,
     UtilityOutput: vllm_messages.CoreCallResult,

@@ -1,11 +1,13 @@
 """Patches of vLLM's CPU engine.
 
-Experts are packed again after a reload, small matrices are not packed at all, and rotary embeddings
-apply to all heads.
+Experts are packed again after a reload, views of a packed convolution get its new weights, small
+matrices are not packed at all, rotary embeddings apply to all heads, and experts run beside
+adapters of other layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -76,8 +78,30 @@ def is_unpacked_linear(module: torch.nn.Module) -> bool:
 def patch_vllm_for_cpu() -> None:
     """Apply all patches for a process that runs vLLM on CPU. Call it before a model is
     loaded. Idempotent."""
-    patch_small_matrices()
+    patch_packing()
     patch_rotary_embedding()
+    patch_experts_beside_adapters()
+
+
+def patch_experts_beside_adapters() -> None:
+    """Make vLLM in this process choose the experts' kernels for the CPU also where it serves
+    adapters. Those are of other layers only. Idempotent.
+
+    With adapters of any layer vLLM (0.30) chooses kernels that apply adapters of experts, which are
+    Triton's, on every device.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.platforms import current_platform
+
+    select = method.select_unquantized_moe_backend
+
+    def select_without_adapters(moe_config: Any) -> Any:
+        if current_platform.is_cpu():
+            moe_config = dataclasses.replace(moe_config, is_lora_enabled=False)
+        return select(moe_config)
+
+    if select.__module__ != __name__:
+        method.select_unquantized_moe_backend = select_without_adapters
 
 
 def patch_rotary_embedding() -> None:
@@ -102,9 +126,9 @@ def patch_rotary_embedding() -> None:
         RotaryEmbedding.forward_cpu = forward
 
 
-def patch_small_matrices() -> None:
-    """Keep vLLM in this process from packing small float32 matrices. Call it before a model is
-    loaded. Idempotent.
+def patch_packing() -> None:
+    """Keep vLLM in this process from packing small float32 matrices, and from leaving behind the
+    views of a convolution that it packs. Call it before a model is loaded. Idempotent.
 
     vLLM packs every matrix for oneDNN, which compiles a kernel for each number of rows that it
     meets, and evicts the oldest. For a small matrix this takes longer than all products with it
@@ -117,11 +141,26 @@ def patch_small_matrices() -> None:
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if _is_small_matrix(layer.weight):
             layer.cpu_linear = torch.nn.functional.linear
-        else:
-            pack(layer, remove_weight)
+            return
+        if layer.weight.ndim == 3 and not layer.weight.is_meta:
+            _refill_views(layer)
+        pack(layer, remove_weight)
 
     if pack.__module__ != __name__:
         utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _refill_views(convolution: Any) -> None:
+    """Write the loaded weights of a convolution, `[channels, 1, width]`, to the storage into which
+    they were loaded first.
+
+    Mamba-2 (0.30) computes with a view of that storage. Packing gives `weight` another one, so
+    after a reload the view would keep the old weights.
+    """
+    loaded = convolution.weight.detach()
+    first = vars(convolution).setdefault("r3_first_loaded", loaded)
+    if first.device == loaded.device and first.data_ptr() != loaded.data_ptr():
+        first.copy_(loaded)
 
 
 def _is_small_matrix(weight: torch.Tensor) -> bool:

@@ -10,15 +10,17 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import psutil
 
 from r3async.config.generator import GeneratorConfig
+from r3async.config.learner import SERVED_RANKS
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
-from r3async.data.model_shape import read_moe_layers
+from r3async.data.checkpoint_forms import list_weight_files, read_quantized_form
+from r3async.data.model_shape import read_moe_layers, take_text_config
 from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import (
@@ -31,20 +33,52 @@ from r3async.rollout.engine import (
     InstallReport,
 )
 from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
-from r3async.rollout.vllm.messages import build_sampling_params
+from r3async.rollout.vllm.messages import (
+    CoreAdapterRequest,
+    build_adapter_request,
+    build_sampling_params,
+)
 from r3async.rollout.vllm.running_requests import CALL_TIMEOUT, RequestRegistry, RunningRequest
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
-from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
+from r3async.weights.manifest import BASE_VERSION, TensorMismatch, WeightError, WeightManifest
 from r3async.weights.version_reader import verify_version_file
 from r3async.world.kept_programs import kill_processes
 from r3async.world.stages import create_stage_task
 
 SCORE_TIMEOUT = 120.0
+MAX_LOADED_ADAPTERS = 64
+"""Number of versions whose adapters are loaded besides those in slots."""
 CHECKED_TOKENS = 16
 """Tokens of the prompt, and of the answer, whose routes are recorded twice."""
 MAX_REROUTED_SHARE = 0.5
 """Share of (token, layer) whose experts a second pass may choose otherwise. Rounding changes 1 to 5
 % in bfloat16; of rows that a graph did not write, nearly all differ."""
+
+
+class AdapterSettings(NamedTuple):
+    """The adapters that an engine holds beside its weights (`learner.lora.deliver = "adapter"`).
+
+    Attributes:
+        rank: Rank of each adapter.
+        modules: Ends of the names of the matrices that may have one.
+        slots: Number of versions under which requests may run at once. Requests of a further
+            version wait.
+    """
+
+    rank: int
+    modules: Sequence[str]
+    slots: int
+
+    def build_engine_args(self) -> dict[str, Any]:
+        """Return vLLM's arguments."""
+        return declare_engine_args(
+            enable_lora=True,
+            max_loras=self.slots,
+            # What is loaded is removed when no request needs it, and not when there is more of it.
+            max_cpu_loras=self.slots + MAX_LOADED_ADAPTERS,
+            max_lora_rank=next(rank for rank in SERVED_RANKS if rank >= self.rank),
+            lora_target_modules=[module.rpartition(".")[2] for module in self.modules],
+        )
 
 
 class VllmEngine:
@@ -60,6 +94,7 @@ class VllmEngine:
         max_model_len: Tokens of the longest context.
         seed: Seed of sampling; vLLM's own by default.
         record_sampling_masks: True to record which tokens could be sampled.
+        adapters: What versions have in place of weights; None if they have weights.
     """
 
     def __init__(
@@ -70,11 +105,11 @@ class VllmEngine:
         max_model_len: int,
         seed: int | None = None,
         record_sampling_masks: bool = False,
+        adapters: AdapterSettings | None = None,
     ):
         self.version = -1
-        self.routing, self._moe_layers = read_moe_layers(
-            decode_python_json((Path(model_path) / "config.json").read_bytes())
-        )
+        described = decode_python_json((Path(model_path) / "config.json").read_bytes())
+        self.routing, self._moe_layers = read_moe_layers(described)
         self._threads = settings.threads
         self._kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
         own = declare_engine_args(
@@ -95,10 +130,15 @@ class VllmEngine:
             use_tqdm_on_load=False,
             worker_extension_cls="r3async.rollout.vllm.worker.WorkerExtension",
         )
+        if "text_config" in described:
+            # No version has anything for the other models, such as a vision tower.
+            own |= declare_engine_args(language_model_only=True)
         if (Path(model_path) / TENSOR_NAMES_FILE).is_file():
             own |= declare_engine_args(load_format="dummy")
         if seed is not None:
             own |= declare_engine_args(seed=seed)
+        if adapters is not None:
+            own |= adapters.build_engine_args()
         self._engine_args: dict[str, Any] = own | settings.engine_args
         if not self._engine_args["enable_return_routed_experts"]:
             self.routing = None
@@ -111,6 +151,8 @@ class VllmEngine:
         self.gpu_uuids: list[str] = []
         """Uuids of the workers' GPUs; empty on CPU. Known after `start`."""
         self._parameter_names: frozenset[str] = frozenset()
+        self._base: WeightManifest | None = None
+        """Weights to which versions of adapters are added; None before they are installed."""
         self._install_lock = asyncio.Lock()
         self._cache_checked_version = -1
         """Version under which the prefix cache was checked last."""
@@ -188,7 +230,7 @@ class VllmEngine:
             )
             running = self._requests.create_request(request.request_id, self.version)
             if await self._requests.run_request(
-                running, prompt_ids, params, self._build_cache_salt()
+                running, prompt_ids, params, self._build_cache_salt(), self._name_adapter()
             ):
                 return self._build_generation(request, running, first)
 
@@ -211,15 +253,22 @@ class VllmEngine:
         did not end in time. If anything fails later, or the call is cancelled, the weights are in
         an unknown state: the engine stays paused, and every running and later request raises
         `EngineLostError`.
+
+        Adapters are loaded beside those of older versions, between two steps of the engine. Running
+        requests keep theirs to the end, so nothing is stamped and nothing waits, and a failure
+        leaves the engine on its old version.
         """
         async with self._install_lock:
             if self._requests.failure is not None:
                 raise self._requests.failure
+            if manifest.version == BASE_VERSION:
+                return await self._install_base(manifest, timeout)
             if manifest.version < self.version:
                 raise EngineError(
                     f"version {manifest.version} is older than the installed version {self.version}"
                 )
-            report = await self._install_newer(manifest, timeout)
+            install = self._install_newer if manifest.adapter is None else self._install_adapters
+            report = await install(manifest, timeout)
             # With dummy weights, before the first version, routers would choose by rounding alone.
             if not self._counters["installs"] and not self._engine_args["enforce_eager"]:
                 await self._check_decoded_routes(manifest.version)
@@ -289,6 +338,50 @@ class VllmEngine:
             verify_seconds=verified - started,
             drain_seconds=drained - verified,
             load_seconds=load,
+        )
+
+    async def _install_base(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        """Install the weights to which versions of adapters are added, unless they are here."""
+        if self._base is None or self._base.digest != manifest.digest:
+            report = await self._install_newer(manifest, timeout)
+            self._base = manifest
+            return report
+        return InstallReport(manifest.version, 0.0, 0.0)
+
+    async def _install_adapters(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        started = time.perf_counter()
+        version = manifest.version
+        assert manifest.adapter is not None
+        if self._base is None or self._base.digest != manifest.adapter.base_digest:
+            raise EngineError(
+                f"version {version} has adapters alone, and the engine does not hold the weights "
+                "that they are added to"
+            )
+        encoded = msgspec.msgpack.encode(manifest)
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.to_thread(verify_version_file, manifest)
+                verified = time.perf_counter()
+                # Requests that enter until the workers have answered run under the old version.
+                needed = self._requests.versions_in_use | {self.version}
+                answers = await self._core.collective_rpc(
+                    "r3_install_adapters", args=(encoded, sorted(needed))
+                )
+        except WeightError as error:
+            raise CorruptWeightsError(str(error)) from error
+        except TimeoutError as error:
+            raise EngineError(
+                f"installing version {version} took longer than {timeout} s"
+            ) from error
+        _confirm_installed([answer[:2] for answer in answers], manifest)
+        self.version = version
+        paused = max(answer[2] for answer in answers)
+        return InstallReport(
+            version,
+            update_seconds=time.perf_counter() - started,
+            pause_seconds=paused,
+            verify_seconds=verified - started,
+            load_seconds=paused,
         )
 
     async def _check_decoded_routes(self, version: int) -> None:
@@ -378,19 +471,21 @@ class VllmEngine:
         ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
         requests = self._requests
         version = manifest.version
+        mismatches: list[TensorMismatch] = []
         async with self._install_lock:
             requests.pause_admission()
             try:
                 async with asyncio.timeout(timeout):
                     await self._core.pause_generation(mode="keep", clear_cache=False)
-                    answers = await self._core.collective_rpc(
-                        "r3_find_weight_differences", args=(msgspec.msgpack.encode(manifest),)
-                    )
-                    mismatches = [
-                        m
-                        for answer in answers
-                        for m in decode_msgpack(answer, list[TensorMismatch])
-                    ]
+                    if manifest.adapter is not None:
+                        mismatches = await self._compare_weights(
+                            "r3_find_adapter_differences", manifest
+                        )
+                        manifest = self._base or manifest
+                    if not mismatches:
+                        mismatches = await self._compare_weights(
+                            "r3_find_weight_differences", manifest
+                        )
                     if not mismatches:
                         await self._core.resume_generation()
             except BaseException as error:
@@ -405,6 +500,10 @@ class VllmEngine:
             else:
                 requests.resume_admission()
             return list({m.tensor: m for m in mismatches}.values())
+
+    async def _compare_weights(self, method: str, manifest: WeightManifest) -> list[TensorMismatch]:
+        answers = await self._core.collective_rpc(method, args=(msgspec.msgpack.encode(manifest),))
+        return [m for answer in answers for m in decode_msgpack(answer, list[TensorMismatch])]
 
     async def record_activations(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
         """Score a text as `score_tokens` does and write the model's activations at each
@@ -479,6 +578,17 @@ class VllmEngine:
         """
         return f"version {self.version}"
 
+    def _name_adapter(self) -> CoreAdapterRequest | None:
+        """Return the adapters of a new request; None if versions have all weights.
+
+        Raises `EngineError` before the first version: vLLM's process would end with such a request.
+        """
+        if self._base is None:
+            return None
+        if self.version == BASE_VERSION:
+            raise EngineError("the engine has the start model, and no version of adapters yet")
+        return build_adapter_request(self.version)
+
     async def _run_single_text(
         self, name: str, ids: list[int], *, use_cache: bool, **params: Any
     ) -> RunningRequest:
@@ -490,7 +600,11 @@ class VllmEngine:
                     running = self._requests.create_request(name, self.version)
                     salt = self._build_cache_salt() if use_cache else None
                     if await self._requests.run_request(
-                        running, ids, build_sampling_params(1, 0.0, **params), salt
+                        running,
+                        ids,
+                        build_sampling_params(1, 0.0, **params),
+                        salt,
+                        self._name_adapter(),
                     ):
                         return running
         except TimeoutError as error:
@@ -601,21 +715,27 @@ def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:
 
 
 def read_tensor_names(directory: Path) -> frozenset[str]:
-    """Return the tensor names of a safetensors checkpoint, also of one without weights
-    (`TENSOR_NAMES_FILE`)."""
+    """Return the tensor names of a safetensors checkpoint, dequantized and with tied ones once;
+    also of one without weights (`TENSOR_NAMES_FILE`)."""
     from safetensors import safe_open
 
     names: set[str] = set()
     if (directory / TENSOR_NAMES_FILE).is_file():
         names.update(decode_json((directory / TENSOR_NAMES_FILE).read_bytes(), list[str]))
-    for path in directory.glob("*.safetensors"):
+    for path in list_weight_files(directory):
         with safe_open(path, framework="np") as file:
             names.update(file.keys())
+    config = decode_python_json((directory / "config.json").read_bytes())
+    form = read_quantized_form(config)
+    if form is not None:
+        names = set(form.list_dequantized_names(names))
+    if take_text_config(config).get("tie_word_embeddings"):
+        names.discard("lm_head.weight")
     return frozenset(names)
 
 
 def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) -> None:
-    missing = sorted(set(tensor_names) - set(manifest.tensors))
+    missing = sorted(set(tensor_names) - set(manifest.tensors) - set(manifest.carried))
     if missing:
         raise WeightError(
             f"weights version {manifest.version}: tensor {missing[0]!r} is missing "

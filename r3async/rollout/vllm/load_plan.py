@@ -307,10 +307,19 @@ class LoadRecorder(TorchDispatchMode):
         """Recorded load of each module, in the order in which vLLM filled them."""
 
     def is_repeatable(self, model: torch.nn.Module) -> bool:
-        """Return True if a module of `model` was filled, and none that vLLM
-        fills in another way."""
-        return bool(self.module_loads) and self.module_loads.keys().isdisjoint(
-            _find_deferred_attention(model)
+        """Return True if every module of `model` with weights of its own was filled, and none that
+        vLLM fills in another way."""
+        from r3async.rollout.vllm.cpu_patches import find_tied_modules
+
+        deferred = set(_find_deferred_attention(model))
+        owners = {
+            module
+            for module in model.modules()
+            if any(True for _ in module.parameters(recurse=False))
+        }
+        return (
+            self.module_loads.keys().isdisjoint(deferred)
+            and owners - deferred - set(find_tied_modules(model)) <= self.module_loads.keys()
         )
 
     def __enter__(self) -> LoadRecorder:

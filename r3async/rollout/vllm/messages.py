@@ -134,6 +134,14 @@ class CoreSamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     extra_args: dict[str, Any] | None = None
 
 
+class CoreAdapterRequest(msgspec.Struct, array_like=True, gc=False):
+    """The adapters under which a request runs, in the form of vLLM's `LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class CoreRequest(msgspec.Struct, array_like=True, gc=False):
     """A request in the form of vLLM's `EngineCoreRequest`."""
 
@@ -143,7 +151,7 @@ class CoreRequest(msgspec.Struct, array_like=True, gc=False):
     sampling_params: CoreSamplingParams
     pooling_params: None
     arrival_time: float
-    lora_request: None
+    lora_request: CoreAdapterRequest | None
     cache_salt: str | None
     data_parallel_rank: None
 
@@ -252,3 +260,9 @@ def build_sampling_params(
         min_p=min_p,
         extra_args={STOP_STRINGS_KEY: list(stop_strings)} if stop_strings else None,
     )
+
+
+def build_adapter_request(version: int, path: str = "loaded") -> CoreAdapterRequest:
+    """Return the adapters of a version of the policy. vLLM has loaded them before any request, so
+    it does not read `path`."""
+    return CoreAdapterRequest(f"version {version}", version + 1, path)

@@ -94,6 +94,22 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.model_executor.layers.utils": "dispatch_cpu_unquantized_gemm .cpu_linear",
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "forward_cpu forward_native",
     },
+    "adapters beside the weights (learner.lora.deliver = adapter)": {
+        "vllm.engine.arg_utils:AsyncEngineArgs": (
+            "enable_lora max_loras max_cpu_loras max_lora_rank lora_target_modules"
+        ),
+        "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path load_inplace",
+        "vllm.lora.utils": "parse_fine_tuned_lora_name",
+        "vllm.lora.worker_manager:WorkerLoRAManager": "._adapter_manager",
+        "vllm.lora.model_manager:LoRAModelManager": ".modules .packed_modules .lora_index_to_id",
+        "vllm.v1.worker.gpu_worker:Worker": "add_lora remove_lora list_loras",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "reset_lora_state .lora_manager",
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": "is_lora_enabled",
+        "vllm.platforms": "current_platform",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": (
+            "select_unquantized_moe_backend"
+        ),
+    },
     "tool parsers": {
         "vllm.tool_parsers:ToolParserManager": "get_tool_parser",
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "messages tools",
@@ -111,6 +127,9 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
             "init_weight_transfer_engine start_weight_update update_weights finish_weight_update"
         ),
     },
+    "new weights for gpt-oss": {
+        "vllm.model_executor.models.gpt_oss:GptOssModel": "_try_load_streamed_expert",
+    },
     "vLLM's second model runner": {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "get_model reload_weights .sampler",
     },
@@ -118,7 +137,11 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
 """By feature: `module` or `module:Class`, and its names. One that begins with a dot is set on
 objects or in functions, so it is looked for in the source."""
 
-CHECKED_LATER = {"weights from GPU to GPU (weights.backend = nccl)", "vLLM's second model runner"}
+CHECKED_LATER = {
+    "weights from GPU to GPU (weights.backend = nccl)",
+    "new weights for gpt-oss",
+    "vLLM's second model runner",
+}
 """Features whose modules an engine does not import when it starts."""
 
 

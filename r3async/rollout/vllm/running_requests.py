@@ -13,6 +13,7 @@ from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder
 from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.vllm.client import EngineCoreClient
+from r3async.rollout.vllm.messages import CoreAdapterRequest
 
 CALL_TIMEOUT = 30.0
 """Seconds that vLLM may take for a call that does no work on the model."""
@@ -22,6 +23,7 @@ class RunningRequest:
     """A request inside vLLM, with its outputs so far.
 
     Attributes:
+        version: Version under which it entered.
         tokens: Sampled tokens.
         logprobs: Log-probs, in pieces; so are `supports` and `routes`.
         prompt_logprobs: Log-probs of the prompt's tokens after the first, float32.
@@ -40,11 +42,13 @@ class RunningRequest:
         "routes",
         "supports",
         "tokens",
+        "version",
         "version_spans",
     )
 
     def __init__(self, request_id: str, version: int):
         self.request_id = request_id
+        self.version = version
         self.version_spans = VersionSpanRecorder(version)
         self.tokens: list[int] = []
         self.logprobs: list[np.ndarray] = []
@@ -100,6 +104,11 @@ class RequestRegistry:
 
     def __len__(self) -> int:
         return len(self._running_requests)
+
+    @property
+    def versions_in_use(self) -> set[int]:
+        """The versions under which running requests have entered."""
+        return {running.version for running in self._running_requests.values()}
 
     @property
     def running_core(self) -> EngineCoreClient:
@@ -164,7 +173,12 @@ class RequestRegistry:
         return RunningRequest(f"{name}#{next(self._request_numbers)}", version)
 
     async def run_request(
-        self, request: RunningRequest, prompt_ids: list[int], params: Any, cache_salt: str | None
+        self,
+        request: RunningRequest,
+        prompt_ids: list[int],
+        params: Any,
+        cache_salt: str | None,
+        adapter: CoreAdapterRequest | None = None,
     ) -> bool:
         """Run a new request to its end. Returns False if it must start again
         under newer weights."""
@@ -173,7 +187,9 @@ class RequestRegistry:
         self._running_requests[request.request_id] = request
         self._idle.clear()
         try:
-            await self.running_core.add_request(request.request_id, prompt_ids, params, cache_salt)
+            await self.running_core.add_request(
+                request.request_id, prompt_ids, params, cache_salt, adapter
+            )
             await request.finished_future
         except asyncio.CancelledError:
             self.aborted_count += 1

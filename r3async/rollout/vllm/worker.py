@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,12 +23,19 @@ from r3async.rollout.vllm.cpu_patches import (
     repack_cpu_experts,
     repack_cpu_tied_layers,
 )
+from r3async.rollout.vllm.gpt_oss import GptOssTensors, is_gpt_oss
 from r3async.rollout.vllm.load_plan import LoadPlan, LoadRecorder
 from r3async.rollout.vllm.nccl_sender import check_nccl_group, order_tensor_names
 from r3async.rollout.vllm.sampling_masks import record_sampling_masks
+from r3async.rollout.vllm.served_adapters import (
+    find_adapter_differences,
+    install_adapters,
+    keep_adapters,
+)
 from r3async.rollout.vllm.weight_comparison import (
+    find_derived_buffers,
     find_model_differences,
-    iter_parameter_contents,
+    iter_weight_contents,
     view_as_integers,
 )
 from r3async.untrusted import decode_msgpack
@@ -59,12 +67,15 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
     """Check that vLLM, inside the block, loads a published version completely.
 
     It may call the model's `load_weights` once or several times. At the end of the block, raises
-    `WeightError` for a tensor that the model did not get, or for a module that was not filled.
+    `WeightError` for a tensor that the model did not get, for a module that was not filled, or for
+    a buffer that kept what it held of other weights.
     """
     load = model.load_weights
     given = set()
     empty: list[str] = []
     tied = {id(module) for module in find_tied_modules(model)}
+    gpt_oss = GptOssTensors() if is_gpt_oss(model) else None
+    spoil_derived_buffers(model)
 
     def record_names(
         weights: Iterable[tuple[str, torch.Tensor]],
@@ -74,7 +85,8 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
             yield name, tensor
 
     def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        loaded = load(record_names(weights))
+        named = record_names(weights)
+        loaded = load(named if gpt_oss is None else gpt_oss.iter_loadable(named))
         # vLLM only logs that these modules keep their old weights.
         modules = dict(model.named_modules(remove_duplicate=False))
         empty[:] = [
@@ -87,12 +99,23 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
         yield
     finally:
         del model.load_weights
+    filled = set() if gpt_oss is None else gpt_oss.load_sinks(model)
     where = f"weights version {published.version}"
     missing = sorted(set(published.tensors) - given)
     if missing:
         raise WeightError(f"{where}: tensor {missing[0]!r} was not loaded ({len(missing)} in all)")
-    if empty:
-        raise WeightError(f"{where}: vLLM's loader left out {empty[0]!r} ({len(empty)} in all)")
+    left_out = [name for name in empty if name not in filled]
+    left_out += [n for n, held in find_derived_buffers(model).items() if bool(held.isnan().any())]
+    if left_out:
+        raise WeightError(
+            f"{where}: vLLM's loader left out {left_out[0]!r} ({len(left_out)} in all)"
+        )
+
+
+def spoil_derived_buffers(model: torch.nn.Module) -> None:
+    """Fill the buffers that follow parameters with NaN, which shows later whether they did."""
+    for buffer in find_derived_buffers(model).values():
+        buffer.detach().fill_(torch.nan)
 
 
 class WorkerExtension:
@@ -144,6 +167,24 @@ class WorkerExtension:
         self.r3_installed = published.version, published.digest
         return self.r3_installed
 
+    def r3_install_adapters(
+        self, manifest: bytes, versions_in_use: list[int]
+    ) -> tuple[int, int, float]:
+        """Load the adapters of a msgpack-encoded `WeightManifest`; see `install_adapters`.
+
+        Returns the version, its digest, and the seconds that it took. The owner has verified the
+        file.
+        """
+        began = time.perf_counter()
+        published = decode_msgpack(manifest, WeightManifest)
+        install_adapters(self, published, versions_in_use)
+        return published.version, published.digest, time.perf_counter() - began
+
+    def r3_find_adapter_differences(self, manifest: bytes) -> bytes:
+        """Return the msgpack-encoded result of `find_adapter_differences`."""
+        published = decode_msgpack(manifest, WeightManifest)
+        return msgspec.msgpack.encode(find_adapter_differences(self, published))
+
     def r3_use_vllm_config(self) -> contextlib.AbstractContextManager[None]:
         """Set vLLM's current configuration inside a block: some layers ask for it when they
         process weights."""
@@ -185,11 +226,12 @@ class WorkerExtension:
         The comparison includes padding and packed weights.
         """
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        before = digest_parameters(model)
+        before = digest_weights(model)
+        spoil_derived_buffers(model)
         plan.load_file(content, poison=True)
         self.r3_finish_load()
         wrong = sorted(
-            name for name, digest in digest_parameters(model).items() if before.get(name) != digest
+            name for name, digest in digest_weights(model).items() if before.get(name) != digest
         )
         if wrong:
             logger.warning(
@@ -274,15 +316,13 @@ class WorkerExtension:
         """Return the msgpack-encoded result of `find_model_differences`."""
         published = decode_msgpack(manifest, WeightManifest)
         runner = self.model_runner  # type: ignore[attr-defined]
-
-        def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            runner.reload_weights(weights_iterator=tensors)
-            self.r3_finish_load()
-
-        with self.r3_use_vllm_config():
-            return msgspec.msgpack.encode(
-                find_model_differences(runner.get_model(), published, load)
+        with self.r3_use_vllm_config(), keep_adapters(runner):
+            found = find_model_differences(
+                runner.get_model(),
+                published,
+                lambda tensors: self.r3_reload_tensors(published, tensors),
             )
+        return msgspec.msgpack.encode(found)
 
     def r3_record_activations(self) -> None:
         """Record the model's activations, stage by stage, until `r3_save_activations`."""
@@ -305,9 +345,9 @@ class WorkerExtension:
         return stages.dtype
 
 
-def digest_parameters(model: torch.nn.Module) -> dict[str, int]:
-    """Return the XXH3 digest of each parameter's contents."""
+def digest_weights(model: torch.nn.Module) -> dict[str, int]:
+    """Return the XXH3 digest of each tensor that a load fills or derives."""
     return {
         name: xxhash.xxh3_64_intdigest(view_as_integers(held.cpu()).numpy())
-        for name, held in iter_parameter_contents(model)
+        for name, held in iter_weight_contents(model)
     }

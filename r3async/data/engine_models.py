@@ -1,0 +1,126 @@
+"""What vLLM makes of a model's `config.json`, by `model_type`: keys that it needs or does not read,
+and models that it cannot run.
+
+Found with vLLM 0.30 by comparing its log-probs and routes with those of transformers. On GPUs
+nothing was run; where a reason is said to be that of the CPU build, its source is, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+
+class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of vLLM for one `model_type`. Nothing is refused where none are declared."""
+
+    unsupported_reason: str = ""
+    """Reason why vLLM cannot run it."""
+    cpu_unsupported_reason: str = ""
+    """Reason why vLLM's CPU build cannot run it, or computes another model."""
+    cpu_dtype_reason: str = ""
+    """Reason why vLLM's CPU build runs it in bfloat16 only."""
+    needed_config: Mapping[str, Any] = {}
+    """Keys without which vLLM takes it for another model, or does not load it. transformers does
+    not write them."""
+    unread_config: Mapping[str, Any] = {}
+    """Keys that vLLM does not read: it computes with these values, which transformers takes where a
+    key is missing. A list is repeated for all layers."""
+    imports_torchvision: bool = False
+    """True if vLLM's class is that of a model with images."""
+
+    def iter_differences(self, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of a `config.json` that vLLM does not read and that have another value
+        than it computes with, and that value."""
+        for key, value in self.unread_config.items():
+            found = config.get(key, value)
+            if isinstance(value, list) and isinstance(found, list):
+                value = [value[layer % len(value)] for layer in range(len(found))]
+            if found != value:
+                yield key, value
+
+
+_CPU_CONVOLUTION = "its recurrent layers have no kernels of another precision there"
+
+ENGINE_MODELS: dict[str, EngineModel] = {
+    "deepseek_v3": EngineModel(
+        needed_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    ),
+    "olmoe": EngineModel(
+        unread_config={
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": False,
+            "clip_qkv": None,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+    ),
+    "qwen3_next": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION),
+    "qwen3_5": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
+    "qwen3_5_moe": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
+    "granitemoehybrid": EngineModel(
+        cpu_dtype_reason=_CPU_CONVOLUTION, unread_config={"time_step_limit": [0.0, math.inf]}
+    ),
+    "gpt_oss": EngineModel(
+        cpu_dtype_reason="its attention with sinks has no kernel of another precision there",
+        unread_config={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5_moe": EngineModel(
+        cpu_unsupported_reason=(
+            "its router there leaves out the bias with which this model chooses experts"
+        )
+    ),
+    "minimax_m2": EngineModel(
+        cpu_unsupported_reason="its router there has no sigmoid scores without groups",
+        needed_config={"scoring_func": "sigmoid"},
+    ),
+    "kimi_linear": EngineModel(needed_config={"mla_use_nope": True}),
+    "nemotron_h": EngineModel(
+        cpu_unsupported_reason="its experts there must have a gate, and this model's have none"
+    ),
+    "jamba": EngineModel(
+        cpu_unsupported_reason=(
+            "its Mamba-1 layers read a weight that is packed there, and fail at the first request"
+        )
+    ),
+    "lfm2_moe": EngineModel(
+        cpu_unsupported_reason=(
+            "its convolution there takes a width of 4 only, and this model's have 3"
+        )
+    ),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        EngineModel(cpu_unsupported_reason="it has no sparse attention there"),
+    ),
+    "bailing_hybrid": EngineModel(
+        unsupported_reason="it has no class by the name that transformers writes for this model"
+    ),
+    **dict.fromkeys(
+        ("bamba", "minimax"), EngineModel(unsupported_reason="it was removed in version 0.23")
+    ),
+}
+
+
+COMPARED_MODEL_TYPES = (
+    *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3", "glm4_moe"),
+    *("qwen3", "qwen2", "llama", "gpt_oss", "qwen3_next", "qwen3_5_moe", "granitemoehybrid"),
+)
+"""Models of which tests compare vLLM's log-probs and routes on CPU with those of transformers,
+before and after updates."""
+
+
+def find_engine_model(model_type: str) -> EngineModel:
+    """Return the declaration of a `model_type`, or one that refuses nothing. A text model that is
+    part of a larger one is declared with it."""
+    return ENGINE_MODELS.get(model_type.removesuffix("_text")) or EngineModel()

@@ -14,7 +14,7 @@ from torch import Tensor
 from r3async.data.routes import route_dtype
 from r3async.data.tokens import UNSAMPLED_VERSION, Sample, TokenTable
 from r3async.learner.drift import k3
-from r3async.learner.micro_batches import MicroBatch, pack_samples
+from r3async.learner.micro_batches import MicroBatch, pack_for_ranks
 from r3async.learner.minibatch import TrainableMinibatch
 from r3async.learner.train_step import forward_backward
 from r3async.tinker.backend import LossBatch
@@ -51,7 +51,7 @@ class DatumMinibatch(TrainableMinibatch):
     sampled_count: int = field(init=False, default=0)
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        total = torch.zeros((), device=logprobs.device)
+        total = logprobs[:0].sum()  # of a rank that has no datum it is 0, with a gradient
         parts = logprobs.split([member.targets for member in self.members[index]])
         for member, part in zip(self.members[index], parts, strict=True):
             inputs = self.batch.data[member.datum].datum.inputs
@@ -77,13 +77,18 @@ class DatumMinibatch(TrainableMinibatch):
         return total
 
     def collect_result(self, agreement: float | None) -> TrainResult:
-        """Return the result, after the loss of every micro-batch.
+        """Return the result of all ranks, after the loss of every micro-batch. Collective.
 
         Metrics that nothing was measured of are left out: drift needs log-probs of a sampling
         policy, age and agreement need kept sequences.
         """
         data = self.batch.data
-        metrics = {"loss:sum": self.loss_sum}
+        sums = np.asarray([self.loss_sum, self.k3_sum, self.sampled_count], np.float64)
+        mine = (self.logprobs, sums) if self.ranks.is_loss_reporter else ({}, sums * 0)
+        everyones = self.ranks.all_gather(mine)
+        logprobs = {index: values for found, _ in everyones for index, values in found.items()}
+        loss_sum, k3_sum, sampled = map(float, sum(sums for _, sums in everyones))
+        metrics = {"loss:sum": loss_sum}
         if self.batch.loss_fn != "cross_entropy":
             weights = [one.datum.inputs["advantages"] != 0 for one in data]
         else:
@@ -94,32 +99,36 @@ class DatumMinibatch(TrainableMinibatch):
         metrics["routes/recorded:mean"] = recorded / max(trained, 1)
         if agreement is not None:
             metrics["routes/agreement:mean"] = agreement
-        if self.sampled_count:
-            metrics["k3:mean"] = self.k3_sum / self.sampled_count
+        if sampled:
+            metrics["k3:mean"] = k3_sum / sampled
         versions = np.concatenate([one.versions for one in data])
         ages = self.batch.version - versions[versions != UNSAMPLED_VERSION]
         if len(ages):
             metrics["staleness:mean"] = float(ages.mean())
             metrics["staleness:max"] = float(ages.max())
-        return TrainResult([self.logprobs[index] for index in range(len(data))], metrics)
+        return TrainResult([logprobs[index] for index in range(len(data))], metrics)
 
 
 def build_datum_minibatch(
     backend: LearnerBackend, batch: LossBatch, max_batch_tokens: int
 ) -> DatumMinibatch:
     """Pack the data into micro-batches of at most `max_batch_tokens` tokens, but of one datum at
-    least."""
+    least, and return those of this rank."""
     samples = [_build_sample(backend, i, one) for i, one in enumerate(batch.data)]
     longest = max(len(sample.table) for sample in samples)
     micro_batches = []
     rows = []
     members = []
-    for packed in pack_samples(samples, max(max_batch_tokens, longest)):
+    parallel = backend.config.learner.parallel
+    shares = pack_for_ranks(samples, max(max_batch_tokens, longest), ranks=parallel.dp)
+    # Megatron's order of ranks: tp varies fastest, then cp, dp and pp.
+    mine = shares[backend.ranks.rank // (parallel.tp * parallel.cp) % parallel.dp]
+    for packed in backend.pad_for_parallel(mine):
         micro_batch, found, of_batch = _find_rows(packed, batch.data)
         micro_batches.append(micro_batch)
         rows.append(found)
         members.append(of_batch)
-    total = float(sum(map(len, rows)))
+    total = float(sum(one.datum.inputs["target_tokens"].size for one in batch.data))
     return DatumMinibatch(backend.ranks, micro_batches, rows, total, None, False, batch, members)
 
 
@@ -127,14 +136,14 @@ def run_training(
     backend: LearnerBackend, batch: LossBatch, max_batch_tokens: int, *, forward_only: bool
 ) -> TrainResult:
     """Run the data forward with their routes, and back through the loss unless `forward_only`. The
-    gradients add up until `train_step.optim_step`."""
+    gradients add up until `train_step.optim_step`. Collective: all ranks have all data."""
     minibatch = build_datum_minibatch(backend, batch, max_batch_tokens)
     if not forward_only:
         before = _read_counts(backend)
         forward_backward(backend, minibatch)
         agreement = _compute_agreement(backend, before)
         return minibatch.collect_result(agreement)
-    with backend.forward_only():
+    with backend.optimizer.gradients_aside(), backend.forward_only():
         before = _read_counts(backend)
         for index, _, logprobs, entropies in backend.iter_scores(
             minibatch.micro_batches, minibatch.trained_rows
@@ -151,8 +160,9 @@ def _read_counts(backend: LearnerBackend) -> tuple[int, int]:
 
 
 def _compute_agreement(backend: LearnerBackend, before: tuple[int, int]) -> float | None:
-    agreeing, compared = _read_counts(backend)
-    return (agreeing - before[0]) / (compared - before[1]) if compared > before[1] else None
+    counts = np.subtract(_read_counts(backend), before).astype(np.float64)
+    agreeing, compared = backend.ranks.all_reduce(counts, "sum")
+    return float(agreeing / compared) if compared else None
 
 
 def _is_shifted(one: RoutedDatum) -> bool:
@@ -184,7 +194,7 @@ def _find_rows(
     micro_batch: MicroBatch, data: Sequence[RoutedDatum]
 ) -> tuple[MicroBatch, np.ndarray, list[DatumRows]]:
     """Return the micro-batch with its alternatives, the rows of all targets, and whose they are."""
-    rows: list[np.ndarray] = []
+    rows: list[np.ndarray] = [np.zeros(0, np.int64)]
     alternatives: list[np.ndarray] = []
     members = []
     at = 0

@@ -120,7 +120,7 @@ async def test_more_versions_than_slots_wait_for_one_and_are_right(engine, polic
 async def test_no_prefix_of_another_versions_adapters_is_found(engine, policies, monkeypatch, salted):
     """vLLM's hash of a block has the adapters' name: not even without the salt."""
     if not salted:
-        monkeypatch.setattr(engine, "_build_cache_salt", lambda: "the same for every version")
+        monkeypatch.setattr(engine, "_build_cache_salt", lambda version: "the same for every version")
     text = prompt(100, seed=9)
     await engine.install_version(policies.publish(), 30)
     await engine.count_stale_cached_tokens(text)

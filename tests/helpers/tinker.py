@@ -23,6 +23,7 @@ from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
 from r3async.tinker.backend import LossBatch, ServedModel
 from r3async.tinker.datum_minibatch import run_training
+from r3async.tinker.engine_backend import EngineBackend
 from r3async.tinker.protocol import AdamParams, ApiError, LoraConfig, SampledSequence, SamplingParams, TopLogprobs
 from r3async.tinker.server import TinkerServer
 from r3async.tinker.sessions import Snapshot
@@ -231,9 +232,11 @@ def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> 
     thread.start()
 
     def run(work):
-        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(240)
 
     async def make() -> TinkerServer:
+        if isinstance(backend, EngineBackend):
+            await backend.start()
         server = kind(backend, directory, key=KEY)
         await server.start()
         return server
@@ -243,6 +246,8 @@ def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> 
         yield server
     finally:
         run(server.stop())
+        if isinstance(backend, EngineBackend):
+            run(backend.stop())
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()

@@ -363,8 +363,9 @@ class EngineBackend:
         """Return `call(engine, version)` with the engine's version of a snapshot, again with a new
         engine if it is lost."""
         for attempt in itertools.count(1):
-            engine, version = await self._load_snapshot(snapshot)
+            engine = self._engine
             try:
+                engine, version = await self._load_snapshot(snapshot)
                 return await call(engine, version)
             except EngineLostError as lost:
                 if attempt == ENGINE_STARTS:
@@ -423,10 +424,10 @@ class EngineBackend:
             else None,
         )
 
-    async def _replace_engine(self, lost: VllmEngine) -> None:
+    async def _replace_engine(self, lost: VllmEngine | None) -> None:
         """Start an engine in place of a lost one, unless that was done."""
         async with self._engine_lock:
-            if self._engine is not lost:
+            if lost is None or self._engine is not lost:
                 return
             await lost.stop()
             engine = self._build_engine()

@@ -1,5 +1,8 @@
 """The Tinker API served by a learner and vLLM, spoken to by its SDK."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -181,12 +184,9 @@ def test_saved_weights_come_back(service, client):
 
 def test_a_lost_engine_is_replaced_and_samples_are_there(client, backend):
     """Requests that were running are made again, and the snapshot is loaded from its file."""
-    import os
-    import signal
-
     train(client, [to_datum(one, 1.0) for one in ask(client.save_weights_and_get_sampling_client().result(), 4)])
     sampler = client.save_weights_and_get_sampling_client().result()
-    before = ask(sampler, temperature=0.0)[0]
+    before = ask(sampler, temperature=0.0, stop=[])[0]
     waiting = sampler.sample(types.ModelInput.from_ints(PROMPT), 4, SP(max_tokens=200, temperature=0.0, stop=[]))
     lost = backend._engine
     os.kill(lost.process_ids[0], signal.SIGKILL)
@@ -213,3 +213,34 @@ def test_what_the_server_has_no_room_for_is_refused(service):
         service.create_lora_training_client("tiny/moe", rank=9).result()
     with pytest.raises(tinker.RequestFailedError, match="no adapter is left to train"):
         service.create_lora_training_client("tiny/moe", rank=2, train_attn=False, train_mlp=False).result()
+
+
+@pytest.mark.long
+def test_all_weights_are_trained_for_one_client(tiny_model, tmp_path):
+    """The engine has the newest version alone, and the next client begins with the start model."""
+    with (
+        serve(make_backend(tiny_model, tmp_path, 0), tmp_path / "served") as server,
+        tinker.ServiceClient(base_url=server.base_url, api_key=KEY) as service,
+    ):
+        base = service.create_sampling_client(base_model="tiny/moe").result()
+        start = ask(base, temperature=0.0)[0]
+        client = service.create_lora_training_client("tiny/moe").result()
+        with pytest.raises(tinker.RequestFailedError, match="for one client at a time"):
+            service.create_lora_training_client("tiny/moe").result()
+        samplers = [client.save_weights_and_get_sampling_client().result()]
+        first = ask(samplers[0], 8, seed=1)
+        metrics = train(client, [to_datum(one, 1.0) for one in first], rate=3e-3)[0].metrics
+        assert metrics["routes/recorded:mean"] == 1.0
+        assert metrics["k3:mean"] < 1e-6
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+        (sequence,) = ask(samplers[1], seed=2)
+        found = client.forward([to_datum(sequence, 1.0)], "importance_sampling").result()
+        logprobs = found.loss_fn_outputs[0]["logprobs"].tolist()[len(PROMPT) - 1 :]
+        assert np.abs(np.subtract(logprobs, sequence.logprobs)).max() < 1e-4
+        with pytest.raises(tinker.RequestFailedError, match="the newest version alone"):
+            ask(samplers[0])
+        with tinker.ServiceClient(base_url=server.base_url, api_key=KEY) as other:
+            service.close("success").result()
+            again = other.create_lora_training_client("tiny/moe").result()
+            sampler = again.save_weights_and_get_sampling_client().result()
+            assert ask(sampler, temperature=0.0)[0].tokens == start.tokens

@@ -48,18 +48,29 @@ class LossBatch(NamedTuple):
     version: int
 
 
+class StateLostError(RuntimeError):
+    """The backend does not have this model, or this snapshot: a process that had it has ended, or
+    nothing has begun it since the start. The caller restores it, and calls again."""
+
+
 class TinkerBackend(Protocol):
     """Training and sampling of models on one base.
 
-    Calls for one model come one at a time, those for several models at once. Each may raise
-    `ApiError`; any other error is taken for the server's. A call that fails leaves no gradient of
-    the model behind.
+    Calls for one model come one at a time, those for several models at once. Each may raise:
+
+    * `ApiError`, which is the answer; the model is as before.
+    * `StateLostError`, also of a running call, when a learner or an engine has ended. The backend
+      starts that again by itself, and calls wait for it. A model is then restored by
+      `create_model`, `load_state` and the calls since; a snapshot by `open_snapshot`.
+    * Any other error, which is taken for the server's. The model is restored before its next call,
+      so what a failed call leaves of it does not matter.
     """
 
     served: ServedModel
 
     async def create_model(self, model_id: str, lora: LoraConfig | None) -> None:
-        """Begin to train a new adapter on the base model, or with None all of its weights."""
+        """Begin to train a new adapter on the base model, or with None all of its weights. A model
+        that has this id already is forgotten."""
         ...
 
     async def close_model(self, model_id: str) -> None:
@@ -89,12 +100,13 @@ class TinkerBackend(Protocol):
     async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
         """Make the current weights of `snapshot.model_id` ones to sample from.
 
-        With a `directory` they are written there, for `open_snapshot`, and not sampled from yet.
+        With a `directory`, as the service calls it, they are written there, for `open_snapshot`,
+        and not sampled from yet.
         """
         ...
 
     async def open_snapshot(self, snapshot: Snapshot, directory: Path) -> None:
-        """Make the weights that `publish` wrote ones to sample from."""
+        """Make the weights that `publish` wrote ones to sample from, also if they are already."""
         ...
 
     async def close_snapshot(self, snapshot: Snapshot) -> None: ...

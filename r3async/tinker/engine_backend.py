@@ -35,7 +35,7 @@ from r3async.learner import LearnerError
 from r3async.rollout.engine import EngineLostError, Generation, GenerationRequest, TopTokens
 from r3async.rollout.vllm.engine import AdapterSettings, VllmEngine
 from r3async.rollout.vllm.messages import MAX_TEMPERATURE
-from r3async.tinker.backend import LossBatch, ServedModel
+from r3async.tinker.backend import LossBatch, ServedModel, StateLostError
 from r3async.tinker.protocol import (
     AdamParams,
     ApiError,
@@ -165,7 +165,14 @@ class EngineBackend:
         assert self._ranks is not None
         return await self._lane.run(self._ranks.call_verb, verb)
 
+    async def _call_client(self, model_id: str, verb: Callable[[LearnerBackend], T]) -> T:
+        if model_id not in self._models:
+            raise StateLostError(model_id)
+        return await self._call_ranks(verb)
+
     async def create_model(self, model_id: str, lora: LoraConfig | None) -> None:
+        await self.close_model(model_id)
+        self._rows.begin_model(model_id)
         if not self._trains_adapters:
             return await self._create_full_model(model_id)
         if lora is None:
@@ -214,27 +221,33 @@ class EngineBackend:
 
     async def _train(self, model_id: str, batch: LossBatch, *, forward_only: bool) -> TrainResult:
         tokens = self._config.learner.max_tokens_per_micro_batch
-        return await self._call_ranks(partial(_train_client, model_id, batch, tokens, forward_only))
+        return await self._call_client(
+            model_id, partial(_train_client, model_id, batch, tokens, forward_only)
+        )
 
     async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         if not params.eps:
             raise ApiError("adam_params.eps must be above 0: moments that are 0 are divided by it")
-        update = await self._call_ranks(partial(_step_client, model_id, params))
+        update = await self._call_client(model_id, partial(_step_client, model_id, params))
         self._rows.write_step(model_id, params.learning_rate, update)
         return update
 
     async def save_state(self, model_id: str, directory: Path) -> None:
-        await self._call_ranks(partial(_save_client, model_id, directory))
+        await self._call_client(model_id, partial(_save_client, model_id, directory))
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         try:
-            await self._call_ranks(partial(_load_client, model_id, directory, with_optimizer))
+            await self._call_client(
+                model_id, partial(_load_client, model_id, directory, with_optimizer)
+            )
         except CheckpointError as error:
             raise ApiError(f"the saved weights do not fit this server: {error}") from error
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
+        if snapshot.model_id not in self._models:
+            raise StateLostError(snapshot.model_id)
         manifest = await self._lane.run(self._write_version, next(self._numbers), snapshot.model_id)
         if directory is not None:
             await self._lane.run(self._copy_version, manifest, directory)
@@ -381,17 +394,18 @@ class EngineBackend:
             assert engine is not None
             if snapshot.name == BASE_SNAPSHOT.name and self._trains_adapters:
                 return engine, BASE_VERSION
+            opened = self._snapshots.pop(snapshot.name, None)
+            if opened is None and snapshot.name != BASE_SNAPSHOT.name:
+                raise StateLostError(snapshot.name)
+            if opened is not None:
+                self._snapshots[snapshot.name] = opened
             if not self._trains_adapters and snapshot.name != self._newest:
                 raise ApiError(
                     "the server trains all weights (learner.lora.rank=0), of which the engine has "
                     "the newest version alone: make a new sampling client"
                 )
-            if snapshot.name == BASE_SNAPSHOT.name:
-                return engine, None
-            opened = self._snapshots.pop(snapshot.name, None)
             if opened is None:
-                raise ApiError("the snapshot is closed", status=404)
-            self._snapshots[snapshot.name] = opened
+                return engine, None
             if opened.number is None:
                 number = next(self._numbers)
                 await self._install(

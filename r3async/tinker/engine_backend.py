@@ -23,12 +23,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from r3async.actors.driver import load_standalone_learner
+from r3async.actors.rank_calls import RankLost
 from r3async.checkpoint import CheckpointError
 from r3async.config import Config
 from r3async.learner import LearnerError
@@ -139,7 +140,8 @@ class EngineBackend:
         self._engine = engine
         self.served = replace(self.served, vocab_size=vocab_size)
         if self._trains_adapters:
-            self._base = await self._lane.run(self._write_version, BASE_VERSION)
+            await self._lane.run(self._write_base)
+            assert self._base is not None
             await self._install(engine, self._base)
 
     async def stop(self) -> None:
@@ -161,9 +163,30 @@ class EngineBackend:
         self._ranks.set_weight_transport("shared_memory")
         return self._ranks.vocab_size
 
+    async def _run_on_ranks(self, function: Callable[..., T], *args: Any) -> T:
+        """Return `function(ranks, *args)`, run in the learner's thread. Ranks of which one is lost
+        start anew, without models."""
+        ranks = self._ranks
+        assert ranks is not None
+        try:
+            return await self._lane.run(function, ranks, *args)
+        except RankLost as lost:
+            if self._ranks is ranks:
+                self._models.clear()
+                self._report_event("rank_lost", error=str(lost))
+                await self._lane.run(self._restart_learner, ranks)
+            raise StateLostError(str(lost)) from lost
+
+    def _restart_learner(self, old: LocalRank | RemoteRanks) -> None:
+        """Load the learner anew, unless that was done. The file of the base model, which a new
+        engine needs, is written again."""
+        if self._ranks is old:
+            old.close()
+            self._load_learner()
+            self._write_base()
+
     async def _call_ranks(self, verb: Callable[[LearnerBackend], T]) -> T:
-        assert self._ranks is not None
-        return await self._lane.run(self._ranks.call_verb, verb)
+        return await self._run_on_ranks(_call_verb, verb)
 
     async def _call_client(self, model_id: str, verb: Callable[[LearnerBackend], T]) -> T:
         if model_id not in self._models:
@@ -201,9 +224,7 @@ class EngineBackend:
             )
         self._models.add(model_id)
         if not self._is_started_anew:
-            assert self._ranks is not None
-            await self._lane.run(self._ranks.close)
-            await self._lane.run(self._load_learner)
+            await self._run_on_ranks(self._restart_learner)
         self._is_started_anew = False
 
     async def close_model(self, model_id: str) -> None:
@@ -248,7 +269,8 @@ class EngineBackend:
     async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
         if snapshot.model_id not in self._models:
             raise StateLostError(snapshot.model_id)
-        manifest = await self._lane.run(self._write_version, next(self._numbers), snapshot.model_id)
+        number = next(self._numbers)
+        manifest = await self._run_on_ranks(self._write_version, number, snapshot.model_id)
         if directory is not None:
             await self._lane.run(self._copy_version, manifest, directory)
             return
@@ -256,10 +278,16 @@ class EngineBackend:
         self._newest = snapshot.name
         await self._call_engine(snapshot, _do_nothing)
 
-    def _write_version(self, number: int, model_id: str | None = None) -> WeightManifest:
+    def _write_base(self) -> None:
+        if self._trains_adapters:
+            assert self._ranks is not None
+            self._base = None
+            self._base = self._write_version(self._ranks, BASE_VERSION)
+
+    def _write_version(
+        self, ranks: LocalRank | RemoteRanks, number: int, model_id: str | None = None
+    ) -> WeightManifest:
         """Write a client's weights, or else the base model's, where the engine finds them."""
-        ranks = self._ranks
-        assert ranks is not None
         if model_id is not None:
             ranks.call_verb(partial(_use_client, model_id))
         ranks.snapshot_weights(number)
@@ -474,6 +502,10 @@ def _to_sequence(prompt: np.ndarray, generation: Generation) -> SampledSequence:
         None if routes is None else np.ones(fed, bool),
         None if top is None else TopLogprobs(*top),
     )
+
+
+def _call_verb(ranks: LocalRank | RemoteRanks, verb: Callable[[LearnerBackend], T]) -> T:
+    return ranks.call_verb(verb)
 
 
 # Verbs of one client, on every rank. They import torch, which only a rank's process needs.

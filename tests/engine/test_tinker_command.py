@@ -22,8 +22,8 @@ SETTINGS = [
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-def start(folder, model, **environment):
-    command = [sys.executable, "-m", "r3async.tools.cli", "tinker", str(model), *SETTINGS]
+def start(folder, model, *changes, **environment):
+    command = [sys.executable, "-m", "r3async.tools.cli", "tinker", str(model), *SETTINGS, *changes]
     options = ["--port", "0", "--as", "tiny/moe"]
     variables = {name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"} | environment
     process = subprocess.Popen([*command, *options], cwd=folder, env=variables, stdout=subprocess.PIPE, text=True)
@@ -72,6 +72,21 @@ def test_loops_of_the_recipe_learn_and_the_server_starts_again(tiny_model, tmp_p
         assert done.returncode == 0, done.stderr
     finally:
         assert stop(process, signal.SIGINT) == 0
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_several_ranks_train_as_one(tiny_model, tmp_path):
+    process, line = start(tmp_path, tiny_model, "learner.parallel.dp=2")
+    try:
+        command = [sys.executable, str(ROOT / "examples" / "tinker" / "reinforce.py"), "tiny/moe"]
+        variables = os.environ | read_exports(line, tmp_path)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert set(re.findall(r"routes (\S+),", done.stdout)) == {"1.00"}
+        assert max(float(value) for value in re.findall(r"k3 (\S+)", done.stdout)) < 1e-6
+    finally:
+        assert stop(process) == 0
 
 
 def test_a_directory_in_use_and_a_key_of_another_kind_are_refused(tiny_model, tmp_path):

@@ -567,7 +567,7 @@ def _save_client(name: str, directory: Path, backend: LearnerBackend) -> None:
 
 
 def _load_client(name: str, directory: Path, with_optimizer: bool, backend: LearnerBackend) -> None:
-    from r3async.checkpoint.tensors import LearnerStateReader
+    from r3async.checkpoint.rank_files import LearnerStateReader
 
     _use_client(name, backend)
     paths = [path for path in sorted(directory.iterdir()) if path.name.startswith("learner-")]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3async.checkpoint.tensors import LearnerStateReader
+from r3async.checkpoint.rank_files import LearnerStateReader
 from r3async.config import Config
 from r3async.data.routes import RoutingTrace
 from r3async.data.tokens import Sample, TokenTable

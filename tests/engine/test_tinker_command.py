@@ -44,7 +44,7 @@ def stop(process, number=signal.SIGTERM):
 
 
 @pytest.mark.timeout(600)
-def test_loops_of_the_recipe_learn_and_the_server_starts_again(tiny_model, tmp_path):
+def test_loops_of_recipe_and_page_learn_and_the_server_starts_again(tiny_model, tmp_path):
     process, line = start(tmp_path, tiny_model)
     try:
         exports = read_exports(line, tmp_path)
@@ -59,6 +59,11 @@ def test_loops_of_the_recipe_learn_and_the_server_starts_again(tiny_model, tmp_p
         for loop in ("reinforce", "turns"):
             assert set(re.findall(r"routes (\S+)", printed[loop].replace(",", " "))) == {"1.00"}
         assert max(float(value) for value in re.findall(r"k3 (\S+)", printed["reinforce"])) < 1e-6
+        page = (ROOT / "docs" / "tinker.md").read_text()
+        program = "".join(re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+        command = [sys.executable, "-c", program.replace("Qwen/Qwen3-30B-A3B", "tiny/moe")]
+        done = subprocess.run(command, env=os.environ | exports, capture_output=True, text=True, timeout=100)
+        assert re.fullmatch(r"1\.0 \S+\n", done.stdout), done.stdout + done.stderr
     finally:
         assert stop(process) == 0
     process, line = start(tmp_path, tiny_model)

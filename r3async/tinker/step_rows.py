@@ -40,11 +40,17 @@ class StepRows:
     def __init__(self, directory: Path, world: World):
         rows = read_json_objects(directory / "metrics.jsonl", files=world.files)
         self._step = max((int(row["step"]) for row in rows if "step" in row), default=0)
+        self._versions = {row["client"]: int(row["version"]) for row in rows if "client" in row}
+        """The newest version of each client that has a row."""
         self._file = MetricsFile(directory, world=world)
         self._clock = world.clock
         self._written_at = world.clock.monotonic()
         self._sampled_tokens = 0
         self._sums: dict[str, _StepSums] = {}
+
+    def begin_model(self, model_id: str) -> None:
+        """Begin a model, or one that is restored, which has no gradient yet."""
+        self._sums.pop(model_id, None)
 
     def add_sampled(self, tokens: int) -> None:
         self._sampled_tokens += tokens
@@ -66,8 +72,12 @@ class StepRows:
             sums.oldest = max(oldest, sums.oldest or 0.0)
 
     def write_step(self, model_id: str, lr: float, update: dict[str, float]) -> None:
-        """Write the row of an optimizer step, after which the next one begins."""
+        """Write the row of an optimizer step, after which the next one begins. A step that is made
+        again, to restore its model, has its row already."""
         sums = self._sums.pop(model_id, _StepSums())
+        if 0 < sums.version <= self._versions.get(model_id, 0):
+            return
+        self._versions[model_id] = sums.version
         now = self._clock.monotonic()
         seconds = max(now - self._written_at, 1e-9)
         self._step += 1

@@ -322,7 +322,9 @@ class EngineBackend:
         digest = 0 if self._base is None else self._base.digest
         if (0 if manifest.adapter is None else manifest.adapter.base_digest) != digest:
             raise ApiError(f"{snapshot.name} was saved from another base model, or other settings")
-        self._snapshots[snapshot.name] = _OpenSnapshot(manifest)
+        known = self._snapshots.get(snapshot.name)
+        if known is None or known.manifest.digest != manifest.digest:
+            self._snapshots[snapshot.name] = _OpenSnapshot(manifest)
         self._newest = snapshot.name
 
     async def close_snapshot(self, snapshot: Snapshot) -> None:

@@ -13,22 +13,19 @@ and the tokens. Beyond `max_bytes` the oldest file goes. All methods block, and 
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 
 from r3async.data.container import FramedRecord, RecordFormat, map_file
-from r3async.data.packed_routes import PackedRoutes, RouteForm, pack_routes
-from r3async.data.tokens import UNSAMPLED_VERSION
-from r3async.data.wire_frames import array_bytes
+from r3async.data.tokens import UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.data.wire_frames import WireError
 from r3async.tinker.protocol import ApiError, Datum, ProvenanceSpan
-from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.world import Buffer, Files
 from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
@@ -39,14 +36,14 @@ FILES_KEPT = 16
 """Files that `max_bytes` are divided into."""
 
 
-class KeptSequence(msgspec.Struct, frozen=True):
+class KeptSequence(NamedTuple):
     """What is kept of a sampled sequence.
 
     Attributes:
         model_id: The model that sampled it; the base model has the empty one.
         version: The version of that model's weights.
         tokens: int32 `[P + T]`, the first `prompt_length` of which are the prompt.
-        routes: `[P + T - 1, layers, top_k]`, packed; None if nothing recorded them.
+        routes: `[P + T - 1, layers, top_k]`; None if nothing recorded them.
         recorded: bool `[P + T - 1]`.
     """
 
@@ -55,21 +52,8 @@ class KeptSequence(msgspec.Struct, frozen=True):
     version: int
     prompt_length: int
     tokens: np.ndarray
-    routes: PackedRoutes | np.ndarray | None
+    routes: np.ndarray | None
     recorded: np.ndarray
-
-
-class _Header(msgspec.Struct, frozen=True):
-    sequence_id: str
-    model_id: str
-    version: int
-    prompt_length: int
-    length: int
-    form: RouteForm | None
-    bits: int
-    shape: tuple[int, ...]
-    dtype: str
-    checksum: int
 
 
 class _Place(NamedTuple):
@@ -238,7 +222,7 @@ class KeptSequences:
             kept = _decode(record) if isinstance(record, FramedRecord) else None
             if kept is None or not isinstance(record, FramedRecord):
                 break
-            length = _record_bytes(record)
+            length = sum(map(len, KEPT_FORMAT.encode_record(record.frames)))
             self._files[path] = record.offset + length
             self._add_place(kept, path, record.offset, length)
 
@@ -280,68 +264,42 @@ def _digest(tokens: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int32).data)
 
 
-def _record_bytes(record: FramedRecord) -> int:
-    return sum(map(len, KEPT_FORMAT.encode_record(record.frames)))
-
-
 def _encode(kept: KeptSequence) -> list[Buffer]:
-    routes = kept.routes
-    if isinstance(routes, np.ndarray):
-        routes = pack_routes(routes, "bits")
-    form: RouteForm | None = None
-    bits = 0
-    data = np.zeros(0, np.uint8)
-    if isinstance(routes, PackedRoutes):
-        form, bits, data = routes.form, routes.bits, routes.data
-    elif routes is not None:
-        form, data = "plain", np.ascontiguousarray(routes)
-    arrays = [kept.tokens.astype("<i4"), kept.recorded.astype(bool), data]
-    frames: list[Buffer] = [array_bytes(array) for array in arrays]
-    header = _Header(
-        kept.sequence_id,
-        kept.model_id,
-        kept.version,
-        kept.prompt_length,
-        len(kept.tokens),
-        form,
-        bits,
-        () if routes is None else routes.shape,
-        "" if routes is None else routes.dtype.str,
-        _checksum(frames),
-    )
-    return [msgspec.msgpack.encode(header), *frames]
+    """Return a sequence as the frames of a trajectory, whose generator is the model."""
+    sampled = np.arange(len(kept.tokens)) >= kept.prompt_length
+    columns: dict[str, np.ndarray] = {
+        "loss_mask": sampled,
+        "policy_version": np.where(sampled, kept.version, UNSAMPLED_VERSION).astype(np.int32),
+    }
+    if kept.routes is not None and len(kept.routes):
+        # The last token was not fed forward. Its row stands for none.
+        columns["routed_experts"] = np.concatenate([kept.routes, kept.routes[-1:]])
+        columns["routing_recorded"] = np.append(kept.recorded, False)
+    table = TokenTable.from_tokens(kept.tokens).with_columns(**columns)
+    sample = Sample(kept.sequence_id, table)
+    trajectory = Trajectory(kept.sequence_id, 0, 0, 0, kept.model_id, "", [], [sample])
+    return encode_trajectory(trajectory, routes="bits")
 
 
 def _decode(record: FramedRecord) -> KeptSequence | None:
     """Return the sequence of a record; None for bytes that are none, which only a disk can have
     made of it."""
     try:
-        header: _Header = decode_msgpack(record.frames[0], _Header)
-        tokens, recorded, data = record.frames[1:]
-        if _checksum(record.frames[1:]) != header.checksum:
-            return None
-        routes: PackedRoutes | np.ndarray | None = None
-        if header.form == "plain":
-            routes = np.frombuffer(data, header.dtype).reshape(header.shape)
-        elif header.form is not None:
-            array = np.frombuffer(data, np.uint8)
-            dtype = np.dtype(header.dtype)
-            routes = PackedRoutes(header.form, header.bits, header.shape, dtype, array)
-        return KeptSequence(
-            header.sequence_id,
-            header.model_id,
-            header.version,
-            header.prompt_length,
-            np.frombuffer(tokens, "<i4"),
-            routes,
-            np.frombuffer(recorded, bool),
-        )
-    except (MalformedError, ValueError, TypeError):
+        trajectory = decode_trajectory(record.frames)
+    except WireError:
         return None
-
-
-def _checksum(frames: Iterable[Buffer]) -> int:
-    checksum = 0
-    for frame in frames:
-        checksum = zlib.crc32(frame, checksum)
-    return checksum
+    table = trajectory.samples[0].table
+    recorded = np.zeros(len(table) - 1, bool)
+    routes = None
+    if "routed_experts" in table:
+        routes = table["routed_experts"][:-1]
+        recorded = table["routing_recorded"][:-1]
+    return KeptSequence(
+        trajectory.trajectory_id,
+        trajectory.generator_id,
+        trajectory.newest_version,
+        int((~table["loss_mask"]).sum()),
+        table["token_ids"],
+        routes,
+        recorded,
+    )

@@ -7,14 +7,15 @@ which is imported with the first message. Tensors are little-endian.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from r3async.untrusted import MalformedError, decode_json
 
@@ -22,6 +23,11 @@ PROTOBUF = "application/x-protobuf"
 MAX_TENSOR_ELEMENTS = 2**28
 NO_LOGPROB = -99999.0
 """Stands for a missing one among the most likely tokens, as the SDK's protobuf says."""
+
+AtLeastZero = Annotated[float, Meta(ge=0)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TopK = Annotated[int, Meta(ge=0, le=20)]
 
 
 class ApiError(Exception):
@@ -34,13 +40,6 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.category = category
-        self.number: RequestNumber | None = None
-        """The number that the request has used up, where it could be read."""
-
-
-class RequestNumber(msgspec.Struct, frozen=True):
-    model_id: str
-    seq_id: int
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -75,90 +74,86 @@ class Datum(NamedTuple):
 class TrainRequest(NamedTuple):
     """A `forward` or `forward_backward`."""
 
-    model_id: str
-    seq_id: int | None
     loss_fn: str
     loss_config: dict[str, float | str]
     data: list[Datum]
     forward_only: bool
 
 
+class ModelRequest(msgspec.Struct):
+    """What all requests of a training client have. Those that create its model name a session and
+    its number there."""
+
+    model_id: str | None = None
+    seq_id: Annotated[int, Meta(ge=1)] | None = None
+    session_id: str | None = None
+    model_seq_id: Annotated[int, Meta(ge=0)] | None = None
+
+
 class LoraConfig(msgspec.Struct):
-    rank: int
+    rank: Annotated[int, Meta(ge=1, le=1024)]
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
 
-class TypedObject(msgspec.Struct):
-    type: str
+class OptimizerType(msgspec.Struct):
+    type: Literal["adamw"]
 
 
 class CreateModel(msgspec.Struct):
-    session_id: str
-    model_seq_id: int
     base_model: str
     lora_config: LoraConfig | None = None
-    optimizer_config: TypedObject | None = None
-    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerType | None = None
 
 
 class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
     """Settings of one optimizer step. SDKs before 0.25 send only what was set."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: AtLeastZero = 1e-4
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    eps: AtLeastZero = 1e-12
+    weight_decay: AtLeastZero = 0.0
+    grad_clip_norm: AtLeastZero = 0.0
     type: Literal["adamw"] | None = None
-
-    def check_values(self) -> None:
-        """Raise `ApiError` for values with which Adam cannot step."""
-        bounds = {
-            "learning_rate": math.inf,
-            "beta1": 1.0,
-            "beta2": 1.0,
-            "eps": math.inf,
-            "weight_decay": math.inf,
-            "grad_clip_norm": math.inf,
-        }
-        for name, bound in bounds.items():
-            value = getattr(self, name)
-            if not 0 <= value < bound:
-                raise ApiError(f"adam_params.{name} must be 0 or more, below {bound}, not {value}")
 
 
 class OptimStep(msgspec.Struct):
-    model_id: str
-    seq_id: int | None = None
     adam_params: AdamParams | None = None
-    optimizer_params: TypedObject | None = None
+    optimizer_params: None = None
+    """Other optimizers than Adam, which are not supported."""
 
 
 class SaveWeights(msgspec.Struct):
-    """`save_weights` and `save_weights_for_sampler`."""
+    """`save_weights`, and `save_weights_for_sampler` under a path or as a snapshot."""
 
-    model_id: str
+    seq_id: int
     path: str | None = None
-    seq_id: int | None = None
     ttl_seconds: int | None = None
     overwrite: bool | None = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
-    kind: str | None = None
+    kind: Literal["snapshot"] | None = None
 
 
 class LoadWeights(msgspec.Struct):
+    """`load_weights`, into a new model if it names none."""
+
     path: str
     model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
     base_model: str | None = None
     optimizer: bool | None = False
+
+
+class Named(msgspec.Struct):
+    """The name that a request is about, under one of these keys."""
+
+    session_id: str = ""
+    model_id: str = ""
+    request_id: str = ""
+    tinker_path: str = ""
 
 
 class CreateSampler(msgspec.Struct):
@@ -169,62 +164,49 @@ class CreateSampler(msgspec.Struct):
 
 
 class InputChunk(msgspec.Struct):
-    type: str = "encoded_text"
-    tokens: list[int] = []
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[TokenId] = []
 
 
 class ModelInput(msgspec.Struct):
     chunks: list[InputChunk]
 
     def to_tokens(self) -> np.ndarray:
-        """Return the tokens of all chunks, int32 `[n]`. Raises `ApiError`."""
-        for chunk in self.chunks:
-            if chunk.type != "encoded_text":
-                raise ApiError(
-                    f"a chunk of type {chunk.type!r} is not supported: send encoded_text"
-                )
-        return to_token_ids([token for chunk in self.chunks for token in chunk.tokens])
+        """Return the tokens of all chunks, int32 `[n]`."""
+        return np.asarray([token for chunk in self.chunks for token in chunk.tokens], np.int32)
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
     """Texts or token ids. None: the end-of-sequence token; none of them with an empty list."""
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
+    temperature: AtLeastZero = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
-    def check_values(self) -> None:
-        """Raise `ApiError` for values that cannot be sampled with."""
-        if not 0 <= self.temperature < math.inf:
-            raise ApiError(f"temperature must be 0 or more, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ApiError(f"top_p must be above 0, at most 1, not {self.top_p}")
-        if self.top_k < -1:
-            raise ApiError(f"top_k must be -1 (all), 0 or more, not {self.top_k}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ApiError(f"max_tokens must be at least 1, not {self.max_tokens}")
+    def __post_init__(self) -> None:
         if isinstance(self.stop, list) and len({type(stop) for stop in self.stop}) > 1:
-            raise ApiError("stop mixes texts and token ids: send one kind")
+            raise ValueError("stop mixes texts and token ids: send one kind")
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True):
     prompt: ModelInput
     sampling_params: SamplingParams
-    num_samples: int = 1
+    sampling_session_id: str
+    seq_id: int
+    num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
     base_model: str | None = None
     model_path: str | None = None
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int | None = 0
-    topk_sample_logprobs: int | None = 0
-    prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: msgspec.Raw | None = None
-    prompt_alt_tokens_k: int | None = 0
-    record_stability_info: bool | None = None
+    topk_prompt_logprobs: TopK | None = 0
+    topk_sample_logprobs: TopK | None = 0
+    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
     type: str | None = None
+    # What is not supported has the values that ask for nothing.
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Literal[0] | None = 0
+    record_stability_info: bool | None = None
 
 
 def decode_request(body: bytes, kind: type[Any]) -> Any:
@@ -232,17 +214,7 @@ def decode_request(body: bytes, kind: type[Any]) -> Any:
     try:
         return decode_json(body, kind)
     except MalformedError as error:
-        refused = ApiError(f"the body is not what this path takes: {error}")
-        with contextlib.suppress(MalformedError):
-            refused.number = decode_json(body, RequestNumber)
-        raise refused from error
-
-
-def to_token_ids(tokens: Sequence[int]) -> np.ndarray:
-    """Return token ids as int32 `[n]`. Raises `ApiError` for what is none."""
-    if any(not 0 <= token < 2**31 for token in tokens):
-        raise ApiError("a token id is negative, or above 2^31 - 1")
-    return np.asarray(tokens, np.int32)
+        raise ApiError(f"the body is not what this path takes: {error}") from error
 
 
 # -- training requests -----------------------------------------------------------------------------
@@ -254,6 +226,18 @@ class JsonTensor(msgspec.Struct):
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
+
+    def to_array(self, name: str) -> np.ndarray:
+        values = np.asarray(self.data, np.float64)
+        whole = np.trunc(values).clip(-(2**53), 2**53)
+        if self.dtype == "int64" and not np.array_equal(values, whole):
+            raise ApiError(f"{name}: not all of its values are whole numbers of 53 bits")
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            values = values.astype(self.dtype)
+        sparse = None
+        if self.sparse_crow_indices is not None and self.sparse_col_indices is not None:
+            sparse = np.asarray(self.sparse_crow_indices), np.asarray(self.sparse_col_indices)
+        return build_tensor(name, values, self.shape, sparse)
 
 
 class JsonDatum(msgspec.Struct):
@@ -268,8 +252,6 @@ class JsonTrainInput(msgspec.Struct):
 
 
 class JsonTrainRequest(msgspec.Struct):
-    model_id: str
-    seq_id: int | None = None
     forward_backward_input: JsonTrainInput | None = None
     forward_input: JsonTrainInput | None = None
 
@@ -280,94 +262,63 @@ def parse_json_training(body: bytes) -> TrainRequest:
     inner = request.forward_backward_input or request.forward_input
     if inner is None:
         raise ApiError("neither forward_backward_input nor forward_input is there")
-    with _name_number(request.model_id, request.seq_id):
-        data = [_convert_json_datum(datum) for datum in inner.data]
-    config = inner.loss_fn_config or {}
+    data = [
+        Datum(
+            datum.model_input.to_tokens(),
+            {name: tensor.to_array(name) for name, tensor in datum.loss_fn_inputs.items()},
+            [],
+            [],
+        )
+        for datum in inner.data
+    ]
     forward_only = request.forward_backward_input is None
-    return TrainRequest(request.model_id, request.seq_id, inner.loss_fn, config, data, forward_only)
+    return TrainRequest(inner.loss_fn, inner.loss_fn_config or {}, data, forward_only)
 
 
-def _convert_json_datum(datum: JsonDatum) -> Datum:
-    inputs = {}
-    for name, tensor in datum.loss_fn_inputs.items():
-        csr = tensor.sparse_crow_indices, tensor.sparse_col_indices
-        sparse = None
-        if csr[0] is not None and csr[1] is not None:
-            sparse = np.asarray(csr[0], np.int64), np.asarray(csr[1], np.int64)
-        inputs[name] = build_tensor(name, _convert_numbers(name, tensor), tensor.shape, sparse)
-    return Datum(datum.model_input.to_tokens(), inputs, [], [])
-
-
-@contextlib.contextmanager
-def _name_number(model_id: str, seq_id: int | None) -> Iterator[None]:
-    """Put the request's number into an error of this block."""
-    try:
-        yield
-    except ApiError as error:
-        error.number = None if seq_id is None else RequestNumber(model_id, seq_id)
-        raise
-
-
-def _convert_numbers(name: str, tensor: JsonTensor) -> np.ndarray:
-    values = np.asarray(tensor.data, np.float64)
-    if tensor.dtype == "int64" and not bool(
-        (values == np.trunc(values).clip(-(2**53), 2**53)).all()
-    ):
-        raise ApiError(f"{name}: not all of its values are whole numbers of 53 bits")
-    with np.errstate(over="ignore"):  # what becomes infinite is refused
-        return values.astype(tensor.dtype)
-
-
-def parse_proto_training(body: bytes) -> TrainRequest:
-    """Return a training request in protobuf. Raises `ApiError`."""
+def read_proto_training(body: bytes) -> Any:
+    """Return the message of a training request in protobuf. Raises `ApiError`."""
     message = load_protobuf().ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except Exception as error:  # protobuf's DecodeError, whose module the extra brings
         raise ApiError(f"the body is no ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def parse_proto_training(body: bytes) -> TrainRequest:
+    """Return a training request in protobuf. Raises `ApiError`."""
+    message = read_proto_training(body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    with _name_number(message.model_id, message.seq_id):
-        data = [_parse_datum(datum) for datum in message.data]
-    return TrainRequest(
-        message.model_id, message.seq_id, message.loss_fn, config, data, message.forward_only
-    )
+    data = [_parse_datum(datum) for datum in message.data]
+    return TrainRequest(message.loss_fn, config, data, message.forward_only)
 
 
 def _parse_datum(message: Any) -> Datum:
-    chunks = []
+    chunks = [np.zeros(0, np.int32)]
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
             raise ApiError("a chunk that is no encoded_text is not supported")
-        chunks.append(_read_array("tokens", chunk.encoded_text.tokens, np.dtype("<i4")))
-    tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
-    inputs = {}
-    for name, tensor in message.loss_fn_inputs.items():
-        pb = load_protobuf()
-        dtypes: dict[int, np.dtype] = {
-            pb.DTYPE_FLOAT32: np.dtype("<f4"),
-            pb.DTYPE_INT64: np.dtype("<i8"),
-        }
-        if tensor.dtype not in dtypes:
-            raise ApiError(f"{name}: dtype {tensor.dtype} is not supported: send float32 or int64")
-        dtype = dtypes[tensor.dtype]
-        sparse = None
-        if tensor.HasField("sparse_csr"):
-            csr = tensor.sparse_csr
-            values = _read_array(name, csr.values, dtype)
-            index = np.dtype("<i8")
-            rows = _read_array(name, csr.crow_indices, index)
-            sparse = rows, _read_array(name, csr.col_indices, index)
-        else:
-            values = _read_array(name, tensor.dense, dtype)
-        inputs[name] = build_tensor(name, values, list(tensor.shape) or None, sparse)
-    return Datum(
-        tokens,
-        inputs,
-        _parse_spans(message.model_input_spans),
-        _parse_spans(message.loss_fn_input_spans),
-    )
+        chunks.append(_read_array("tokens", chunk.encoded_text.tokens, "<i4"))
+    inputs = {name: _parse_tensor(name, each) for name, each in message.loss_fn_inputs.items()}
+    token_spans = _parse_spans(message.model_input_spans)
+    target_spans = _parse_spans(message.loss_fn_input_spans)
+    return Datum(np.concatenate(chunks), inputs, token_spans, target_spans)
+
+
+def _parse_tensor(name: str, tensor: Any) -> np.ndarray:
+    pb = load_protobuf()
+    dtype = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8"}.get(tensor.dtype)
+    if dtype is None:
+        raise ApiError(f"{name}: dtype {tensor.dtype} is not supported: send float32 or int64")
+    shape = list(tensor.shape) or None
+    if not tensor.HasField("sparse_csr"):
+        return build_tensor(name, _read_array(name, tensor.dense, dtype), shape)
+    csr = tensor.sparse_csr
+    rows = _read_array(name, csr.crow_indices, "<i8")
+    columns = _read_array(name, csr.col_indices, "<i8")
+    return build_tensor(name, _read_array(name, csr.values, dtype), shape, (rows, columns))
 
 
 def _parse_spans(messages: Iterable[Any]) -> list[ProvenanceSpan]:
@@ -381,10 +332,11 @@ def _parse_spans(messages: Iterable[Any]) -> list[ProvenanceSpan]:
     return spans
 
 
-def _read_array(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
-    if len(data) % dtype.itemsize:
-        raise ApiError(f"{name}: {len(data)} bytes are no whole number of {dtype.name}")
-    return np.frombuffer(data, dtype)
+def _read_array(name: str, data: bytes, dtype: str) -> np.ndarray:
+    kind = np.dtype(dtype)
+    if len(data) % kind.itemsize:
+        raise ApiError(f"{name}: {len(data)} bytes are no whole number of {kind.name}")
+    return np.frombuffer(data, kind)
 
 
 def build_tensor(
@@ -469,20 +421,31 @@ class SampleResult(NamedTuple):
     top_prompt: TopLogprobs | None = None
 
 
-Result = TrainResult | SampleResult | dict[str, Any]
+Result = TrainResult | SampleResult | dict[str, Any] | ApiError
 
 
-def encode_result(result: Result, *, protobuf: bool) -> tuple[bytes, str]:
-    """Return the body of a result, and its content type."""
-    if isinstance(result, TrainResult) and protobuf:
-        return _encode_training(result), PROTOBUF
-    if isinstance(result, SampleResult) and protobuf:
-        return _encode_samples(result), PROTOBUF
+class Answer(msgspec.Struct, frozen=True):
+    """A result as its client reads it. `failed` marks an error."""
+
+    body: bytes
+    content_type: str = "application/json"
+    failed: bool = False
+
+
+def encode_result(result: Result, *, protobuf: bool) -> Answer:
+    """Return the answer of a result; log-probs and samples in protobuf, if the client reads it."""
     if isinstance(result, TrainResult):
+        if protobuf:
+            return Answer(_encode_training(result), PROTOBUF)
         result = _train_result_to_json(result)
     elif isinstance(result, SampleResult):
+        if protobuf:
+            return Answer(_encode_samples(result), PROTOBUF)
         result = _samples_to_json(result)
-    return msgspec.json.encode(result), "application/json"
+    elif isinstance(result, ApiError):
+        body = {"error": str(result), "category": result.category}
+        return Answer(msgspec.json.encode(body), failed=True)
+    return Answer(msgspec.json.encode(result))
 
 
 def _encode_training(result: TrainResult) -> bytes:
@@ -490,21 +453,15 @@ def _encode_training(result: TrainResult) -> bytes:
     message = pb.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     for name, value in result.metrics.items():
         message.metrics[name] = value
-    at = 0
-    while at < len(result.logprobs):
-        # A record is of data whose dimensions after the first are the same.
-        inner = result.logprobs[at].shape[1:]
-        end = at
-        while end < len(result.logprobs) and result.logprobs[end].shape[1:] == inner:
-            end += 1
-        arrays = [values.astype("<f4") for values in result.logprobs[at:end]]
-        record = message.loss_fn_outputs.add(num_datums=end - at)
+    # A record is of data whose dimensions after the first are the same.
+    for inner, group in itertools.groupby(result.logprobs, lambda values: values.shape[1:]):
+        arrays = [values.astype("<f4") for values in group]
+        record = message.loss_fn_outputs.add(num_datums=len(arrays))
         field = record.fields["logprobs"]
         field.data = b"".join(array.tobytes() for array in arrays)
         field.dtype = pb.DTYPE_FLOAT32
         field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8").tobytes()
         field.trailing_shape.extend(inner)
-        at = end
     return message.SerializeToString()
 
 
@@ -574,11 +531,6 @@ def _to_list(values: np.ndarray) -> list[float | None]:
 def drop_not_finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that JSON has a number for: with null an SDK takes no result."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def build_error_body(error: ApiError) -> Mapping[str, str]:
-    """Return the JSON of an error, as the SDK reads it in an answer and in a future."""
-    return {"error": str(error), "category": error.category}
 
 
 @functools.cache

@@ -1,98 +1,61 @@
 """The order of a client's training requests: each number once, one after the other.
 
-A training client numbers its requests 1, 2, 3, ..., but they come on connections of their own: the
-parts of a large `forward_backward` as 2, 3 and then 1. A request that is sent again has the number
-of the first. A refused request has used up its number. Pure.
+A training client numbers its requests 1, 2, 3, ... after 0, which creates its model, but they come
+on connections of their own: the parts of a large `forward_backward` as 2, 3 and then 1. A request
+that is sent again has the number of the first. Pure.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Generic, NamedTuple, TypeVar
-
 from r3async.tinker.protocol import ApiError
 
-REMEMBERED_ANSWERS = 4096
 MAX_WAITING = 4096
+MAX_WAITING_BYTES = 4 * 2**30
 GAP_SECONDS = 360.0
-"""Longest wait for a missing number. A client does not send it if it was stopped, or checked the
-request itself; otherwise its SDK tries again for five minutes."""
-
-T = TypeVar("T")
+"""Longest wait for a missing number. A client does not send it if it was stopped; otherwise its SDK
+tries again for five minutes."""
 
 
-class Arrival(NamedTuple, Generic[T]):
-    """`answer` is what the first request of this number was answered, if it is not the first."""
+class RequestSequence:
+    """The numbers of one training client, in their order."""
 
-    is_new: bool
-    answer: T | ApiError | None
-
-
-class RequestSequence(Generic[T]):
-    """The requests of one training client, in the order of their numbers.
-
-    `T` is what a request is answered at once: the id of its future.
-    """
-
-    def __init__(self, first_number: int = 1):
-        self.next_number = first_number
+    def __init__(self) -> None:
+        self.next_number = 0
         """Every lower number is done, or about to be."""
-        self._answers: OrderedDict[int, T | ApiError] = OrderedDict()
-        self._waiting: dict[int, T] = {}
-        self._refused: set[int] = set()
+        self._waiting: dict[int, int] = {}
         self._gap_since: float | None = None
 
-    def find_answer(self, number: int | None) -> T | ApiError | None:
-        """Return what a request of this number was answered; None if it is the first of it.
+    def is_known(self, number: int) -> bool:
+        """Return whether a request has come that is the same one, or whose turn was over."""
+        return number < self.next_number or number in self._waiting
 
-        Raises `ApiError` for a number that is done and forgotten.
-        """
-        if number is None:
-            return None
-        found = self._answers.get(number)
-        if found is None and number < self.next_number:
-            raise ApiError(f"request {number} is done, and its result is forgotten")
-        return found
+    def check_room(self, number: int, nbytes: int) -> None:
+        """Raise `ApiError` for a request that is to come again, as too much waits. The one whose
+        turn it is never has to."""
+        full = len(self._waiting) >= MAX_WAITING
+        full = full or sum(self._waiting.values()) + nbytes > MAX_WAITING_BYTES
+        if full and number != self.next_number:
+            raise ApiError("too many requests of this client wait for an earlier one", status=429)
 
-    def admit(self, number: int | None, answer: T) -> None:
-        """Take a new request, after `find_answer`. Without a number it comes after all so far."""
-        if number is None:
-            number = max([self.next_number - 1, *self._waiting, *self._refused]) + 1
-        if len(self._waiting) >= MAX_WAITING:
-            raise ApiError(f"{MAX_WAITING} requests of this client wait already", status=429)
-        self._remember(number, answer)
-        self._waiting[number] = answer
+    def admit(self, number: int, nbytes: int) -> None:
+        """Take a new request."""
+        self._waiting[number] = nbytes
 
-    def refuse(self, number: int | None, error: ApiError) -> None:
-        """Take a new request that is refused: its number is used up."""
-        if number is not None and number >= self.next_number:
-            self._remember(number, error)
-            self._refused.add(number)
-
-    def pop_ready(self, now: float) -> list[T]:
-        """Return the requests whose turn has come, in order. A number that has been missing for
-        `GAP_SECONDS` is given up."""
+    def pop_ready(self, now: float) -> list[int]:
+        """Return the requests whose turn has come, in order. Numbers that have been missing for
+        `GAP_SECONDS` are given up."""
         ready = []
-        while self._waiting or self._refused:
-            if self.next_number in self._refused:
-                self._refused.remove(self.next_number)
-            elif self.next_number in self._waiting:
-                ready.append(self._waiting.pop(self.next_number))
-            elif self._waiting and self._gap_since is None:
+        while self._waiting:
+            if self.next_number in self._waiting:
+                del self._waiting[self.next_number]
+                ready.append(self.next_number)
+                self.next_number += 1
+                self._gap_since = None
+            elif self._gap_since is None:
                 self._gap_since = now
-                return ready
-            elif self._waiting and self._gap_since is not None:
-                if now - self._gap_since < GAP_SECONDS:
-                    return ready
-                missing = ApiError(f"request {self.next_number} came after later ones were done")
-                self._remember(self.next_number, missing)
+                break
+            elif now - self._gap_since < GAP_SECONDS:
+                break
             else:
-                return ready
-            self.next_number += 1
-            self._gap_since = None
+                self.next_number = min(self._waiting)
         return ready
-
-    def _remember(self, number: int, answer: T | ApiError) -> None:
-        self._answers[number] = answer
-        while len(self._answers) > REMEMBERED_ANSWERS:
-            self._answers.popitem(last=False)

@@ -3,14 +3,21 @@ model itself. And a server of it in a thread, for clients that block."""
 
 import asyncio
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from aiohttp import web
 
 from r3async.checkpoint.rank_files import LearnerStateReader
 from r3async.config import Config
@@ -21,10 +28,10 @@ from r3async.learner.micro_batches import collate_samples
 from r3async.learner.optimizer import AdamSettings
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
-from r3async.tinker.backend import LossBatch, ServedModel
+from r3async.tinker.backend import LossBatch, ServedModel, StateLostError
 from r3async.tinker.datum_minibatch import run_training
 from r3async.tinker.engine_backend import EngineBackend
-from r3async.tinker.protocol import AdamParams, ApiError, LoraConfig, SampledSequence, SamplingParams, TopLogprobs
+from r3async.tinker.protocol import AdamParams, LoraConfig, SampledSequence, SamplingParams, TopLogprobs
 from r3async.tinker.server import TinkerServer
 from r3async.tinker.sessions import Snapshot
 from r3async.world.real import REAL_WORLD
@@ -74,6 +81,17 @@ class SingleProcessBackend:
 
         await self._run("create_model", make)
 
+    def _find(self, model_id: str) -> TorchLearner:
+        if model_id not in self._learners:
+            raise StateLostError(model_id)
+        return self._learners[model_id]
+
+    def lose(self) -> None:
+        """End, as it were, the processes of learner and engine, which start again without their clients' weights."""
+        self._learners.clear()
+        self._snapshots = {"base": self._snapshots["base"]}
+        self._loaded = ""
+
     async def close_model(self, model_id: str) -> None:
         await self._run("close_model", self._learners.pop, model_id, None)
 
@@ -84,13 +102,13 @@ class SingleProcessBackend:
         return await self._run("forward_backward", self._train, model_id, batch, forward_only=False)
 
     def _train(self, model_id: str, batch: LossBatch, *, forward_only: bool):
-        return run_training(self._learners[model_id], batch, self._batch_tokens, forward_only=forward_only)
+        return run_training(self._find(model_id), batch, self._batch_tokens, forward_only=forward_only)
 
     async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         return await self._run("optim_step", self._step, model_id, params)
 
     def _step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        learner = self._learners[model_id]
+        learner = self._find(model_id)
         learner.optimizer.use_settings(
             AdamSettings(
                 params.learning_rate,
@@ -104,28 +122,25 @@ class SingleProcessBackend:
         return {"grad_norm": update.grad_norm, "optimizer/skipped": float(bool(update.cause))}
 
     async def save_state(self, model_id: str, directory: Path) -> None:
-        await self._run("save_state", lambda: verbs.save_state(self._learners[model_id], directory))
+        await self._run("save_state", lambda: verbs.save_state(self._find(model_id), directory))
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         def load() -> None:
             names = [path for path in sorted(directory.iterdir()) if path.name.startswith("learner-")]
-            self._learners[model_id].restore_state(LearnerStateReader(names), with_optimizer=with_optimizer)
+            self._find(model_id).restore_state(LearnerStateReader(names), with_optimizer=with_optimizer)
 
         await self._run("load_state", load)
 
     def gradients(self, model_id: str) -> dict[str, torch.Tensor]:
-        named = self._learners[model_id].model.causal_lm.named_parameters()
+        named = self._find(model_id).model.causal_lm.named_parameters()
         return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
         def write() -> None:
-            weights = _copy_weights(self._learners[snapshot.model_id])
-            if directory is None:
-                self._snapshots[snapshot.name] = weights
-            else:
-                torch.save(weights, directory / "weights.pt")
+            assert directory is not None
+            torch.save(_copy_weights(self._find(snapshot.model_id)), directory / "weights.pt")
 
         await self._run("publish", write)
 
@@ -163,7 +178,7 @@ class SingleProcessBackend:
     def _score(self, snapshot: Snapshot, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of what follows each token, `[T, vocab]`, and the experts that routers chose."""
         if snapshot.name not in self._snapshots:
-            raise ApiError("the snapshot is closed", status=404)
+            raise StateLostError(snapshot.name)
         learner = self.sampler
         if self._loaded != snapshot.name:
             for parameter, value in zip(
@@ -224,6 +239,47 @@ def _select_top(rows: np.ndarray, top_k: int) -> TopLogprobs | None:
     return TopLogprobs(ids.astype(np.int32), np.take_along_axis(rows, ids, axis=1))
 
 
+class SeenRequest(NamedTuple):
+    path: str
+    time: float
+    headers: Mapping[str, str]
+
+    @property
+    def key(self) -> str:
+        return self.headers["x-idempotency-key"]
+
+
+class FaultyServer(TinkerServer):
+    """A server whose answers get lost: `lose(path, ...)` makes the next ones a status, after the request was taken."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.faults = []
+        self.seen: list[SeenRequest] = []
+
+    def lose(self, path, status, times=1, empty=False, headers=None):
+        self.faults.append([path, status, times, empty, headers])
+
+    def seen_at(self, path) -> list[SeenRequest]:
+        return [one for one in self.seen if one.path == path]
+
+    def _list_posts(self):
+        return {path: self._wrap(path, handler) for path, handler in super()._list_posts().items()}
+
+    def _wrap(self, path, handler):
+        async def handle(request):
+            self.seen.append(SeenRequest(path, time.monotonic(), dict(request.headers)))
+            answer = await handler(request)
+            for fault in self.faults:
+                if fault[0] == path and fault[2]:
+                    fault[2] -= 1
+                    body = b"" if fault[3] else b'{"error": "lost"}'
+                    return web.Response(body=body, status=fault[1], headers=fault[4], content_type="application/json")
+            return answer
+
+        return handle
+
+
 @contextmanager
 def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> Iterator[Any]:
     """Run a server on an event loop of a thread of its own."""
@@ -251,3 +307,34 @@ def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> 
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+class ServerProcess:
+    """A server in a process of its own, which can be killed and started again on its directory and port."""
+
+    def __init__(self, model: Path, directory: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.base_url = f"http://127.0.0.1:{self._port}"
+        self._command = [sys.executable, "-m", "tests.helpers.tinker", str(model), str(directory), str(self._port)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(self._command, env=environment)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+async def _serve_for_ever(model: Path, directory: Path, port: int) -> None:
+    server = TinkerServer(SingleProcessBackend(model), directory, key=KEY, port=port)
+    await server.start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_for_ever(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))

@@ -1,6 +1,7 @@
 """The server over HTTP without an SDK: the JSON dialect of older ones, keys, and malformed requests."""
 
 import asyncio
+import itertools
 import json
 
 import aiohttp
@@ -9,7 +10,8 @@ import pytest
 
 from r3async.config import ConfigError
 from r3async.tinker.protocol import MAX_TENSOR_ELEMENTS, ApiError, build_tensor
-from r3async.tinker.server import TinkerServer
+from r3async.tinker.request_files import RequestFiles
+from r3async.tinker.server import MODEL_PATHS, TinkerServer
 from tests.helpers.models import VOCAB, make_hf_model
 from tests.helpers.tinker import KEY, MAX_TOKENS, SingleProcessBackend
 
@@ -41,8 +43,11 @@ class JsonClient:
         """Make a request, and return its result."""
         status, promise = await self.post(path, body)
         assert status == 200, promise
+        return await self.read(promise)
+
+    async def read(self, promise):
         while True:
-            status, result = await self.post("retrieve_future", {"request_id": promise["request_id"]})
+            _, result = await self.post("retrieve_future", {"request_id": promise["request_id"]})
             if result.get("type") != "try_again":
                 return result
 
@@ -68,7 +73,7 @@ async def client(model, tmp_path):
         made.server, made.backend = server, backend
         await made.open()
         yield made
-    await server.stop()
+    await made.server.stop()
     await backend.close()
 
 
@@ -121,7 +126,7 @@ async def test_a_loop_in_json(client):
     assert answer["prompt_logprobs"][0] is None
     assert answer["topk_prompt_logprobs"][0] is None
     assert len(answer["topk_prompt_logprobs"][1]) == 1
-    assert len(client.server.service.kept) == 2
+    assert len(client.server.service.parts.kept) == 2
 
 
 async def test_requests_that_come_out_of_order_or_twice(client):
@@ -150,8 +155,98 @@ async def test_a_request_that_cannot_be_read_has_used_up_its_number(client):
         ],
         start=1,
     ):
-        assert (await client.post(path, body | {"seq_id": number}))[0] == 400
+        assert (await client.finish(path, body | {"seq_id": number}))["category"] == "user"
     assert (await client.finish("forward_backward", training(client, 5)))["metrics"]
+
+
+async def open_model(client, number):
+    """Return a client of another model of the same session."""
+    other = JsonClient(client._http, client.server)
+    other.session_id = client.session_id
+    body = {"session_id": client.session_id, "model_seq_id": number, "base_model": "tiny/moe"}
+    other.model_id = (await client.finish("create_model", body | {"lora_config": {"rank": 4}}))["model_id"]
+    return other
+
+
+async def test_the_batches_of_one_client_do_not_make_another_wait(client):
+    other = await open_model(client, 1)
+    for number in range(1, 9):
+        await client.post("forward_backward", training(client, number, [datum()] * 20))
+    assert (await other.finish("forward_backward", training(other, 1)))["metrics"]
+    assert client.backend.calls.count("forward_backward") <= 4
+
+
+async def restart(client, tmp_path):
+    """End the server at once, with its learner and engine, and let the client speak to the next one."""
+    await client.server.stop()
+    client.backend.lose()
+    client.server = TinkerServer(client.backend, tmp_path, key=KEY)
+    await client.server.start()
+    client._root = client.server.base_url + "/api/v1/"
+
+
+async def test_what_was_acknowledged_is_there_after_a_restart_and_applied_once(client, tmp_path):
+    alone = await open_model(client, 1)
+    promises = []
+    for one in (alone, client):
+        requests = [
+            ("forward_backward", training(one, 1)),
+            ("optim_step", {"model_id": one.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.05}}),
+            ("forward_backward", training(one, 3, [datum((4, 5, 6))])),
+            ("optim_step", {"model_id": one.model_id, "seq_id": 4, "adam_params": {"learning_rate": 0.05}}),
+            ("forward", training(one, 5, key="forward_input")),
+        ]
+        for path, body in requests:
+            promises.append((await one.post(path, body))[1])
+            if one is client:
+                await restart(client, tmp_path)
+                assert (await one.post(path, body))[1] == promises[-1]
+    results = [await client.read(promise) for promise in promises]
+    assert results[:5] == results[5:]
+    assert results[1]["metrics"]["grad_norm"] > 0
+
+
+async def test_samplers_and_sequences_are_there_after_a_restart(client, tmp_path):
+    body = {"model_id": client.model_id, "seq_id": 1, "sampling_session_seq_id": 0}
+    sampler = (await client.finish("save_weights_for_sampler", body))["sampling_session_id"]
+    draw = {
+        "sampling_session_id": sampler,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 4, "seed": 5},
+    }
+    first = (await client.finish("asample", draw | {"seq_id": 0}))["sequences"][0]
+    await restart(client, tmp_path)
+    status, gone = await client.post("retrieve_future", {"request_id": f"{sampler}:0"})
+    assert (status, gone["category"]) == (410, "user")  # then an SDK sends it anew
+    assert (await client.finish("asample", draw | {"seq_id": 1}))["sequences"][0] == first
+    whole = [1, 2, 3, *first["tokens"]]
+    data = [datum(whole[:-1], target_tokens=tensor(whole[1:], "int64"))]
+    trained = await client.finish("forward_backward", training(client, 2, data))
+    assert trained["metrics"]["routes/recorded:mean"] == 1.0
+    assert trained["metrics"]["staleness:max"] == 0.0
+
+
+async def test_a_session_that_ended_leaves_nothing_but_what_was_saved(client, tmp_path):
+    await client.finish("save_weights", {"model_id": client.model_id, "seq_id": 1, "path": "mine"})
+    await client.finish("save_weights_for_sampler", {"model_id": client.model_id, "seq_id": 2})
+    saved = {path.parent.name for path in tmp_path.rglob("tinker.json")}
+    assert saved >= {"mine", "2"}
+    await client.post(f"sessions/{client.session_id}/finish", {})
+    assert {path.parent.name for path in tmp_path.rglob("tinker.json")} == {"mine"}
+    assert not list((tmp_path / "sessions").iterdir())
+    assert not list((tmp_path / "requests").iterdir())
+    assert (await client.post("get_info", {"model_id": client.model_id}))[0] == 404
+
+
+async def test_a_disk_that_takes_nothing_is_an_error_that_clients_try_again(client, monkeypatch):
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(RequestFiles, "write", refuse)
+        status, answer = await client.post("forward_backward", training(client, 1))
+        assert (status, answer["category"]) == (503, "server")
+    assert (await client.finish("forward_backward", training(client, 1)))["metrics"]
 
 
 async def test_an_error_of_the_backend_is_a_result_and_the_next_request_runs(client, monkeypatch):
@@ -300,14 +395,20 @@ async def test_every_malformed_request_is_an_error_of_the_user_and_the_server_li
     cases = list(malformed(client))
     assert len(cases) > 100
     wrong = []
+    numbers = itertools.count(1)
     for path, sent, expected in cases:
         raw = sent if isinstance(sent, bytes) else None
+        of_model = raw is None and path in MODEL_PATHS and sent.get("model_id") == client.model_id
+        if of_model and sent.get("seq_id", 1) in (None, 1):
+            sent = sent | {"seq_id": next(numbers)}
         status, answer = await client.post(path, sent if raw is None else None, raw=raw)
+        if status == 200 and "request_id" in answer:
+            status, answer = expected, await client.read(answer)
         if status != expected or answer.get("category") != "user" or not answer.get("error"):
             wrong.append((path, str(sent)[:200], status, answer))
     assert not wrong
     assert client.backend.calls == ["create_model"]
-    trained = await client.finish("forward_backward", training(client, 1) | {"seq_id": None})
+    trained = await client.finish("forward_backward", training(client, next(numbers)))
     assert trained["metrics"]
 
 

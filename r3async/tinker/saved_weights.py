@@ -105,12 +105,10 @@ class WeightsDirectory:
     def list_all(self, now: float, model_id: str | None = None) -> list[SavedWeights]:
         """Return all that clients saved, newest first. What has expired is removed."""
         models = self._disk.list_names(self._directory) if model_id is None else [model_id]
+        kinds: tuple[WeightsKind, ...] = ("weights", "sampler_weights")
         found = []
         for model in filter(_MODEL_ID.fullmatch, models):
-            for saved in [
-                *self.list_kind(model, "weights"),
-                *self.list_kind(model, "sampler_weights"),
-            ]:
+            for saved in [saved for kind in kinds for saved in self.list_kind(model, kind)]:
                 if saved.expires_at is not None and saved.expires_at < now:
                     self.delete(saved.tinker_path)
                 else:

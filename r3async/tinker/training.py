@@ -300,7 +300,7 @@ class ModelTraining:
         if model.has_gradient or model.is_lost or kind == "create_model" or not due:
             return
         began = self._parts.now
-        saved = self._describe(model, number, "states", str(number))
+        saved = self._describe(model, "states", str(number), protocol.SaveWeights(number))
         try:
             await self._write_weights(
                 saved, lambda at: self._parts.backend.save_state(model.model_id, at)
@@ -400,35 +400,26 @@ class ModelTraining:
     async def _save(self, model: TrainedModel, path: str, request: protocol.SaveWeights) -> Result:
         backend = self._parts.backend
         number = request.seq_id
-        answer: dict[str, str] = {"type": path}
         if path == "save_weights":
-            saved = self._describe(
-                model, number, "weights", request.path or f"step-{number}", request
-            )
+            saved = self._describe(model, "weights", request.path or f"step-{number}", request)
             await self._write_weights(saved, lambda at: backend.save_state(model.model_id, at))
-            return answer | {"path": saved.tinker_path}
+            return {"type": path, "path": saved.tinker_path}
         kind: WeightsKind = "snapshots" if request.path is None else "sampler_weights"
-        saved = self._describe(model, number, kind, request.path or str(number), request)
+        saved = self._describe(model, kind, request.path or str(number), request)
         snapshot = Snapshot(saved.tinker_path, model.model_id, model.version)
         await self._write_weights(saved, lambda at: backend.publish(snapshot, at))
         if request.path is not None:
-            return answer | {"path": saved.tinker_path}
+            return {"type": path, "path": saved.tinker_path}
         await backend.open_snapshot(snapshot, self._parts.weights.locate(saved.tinker_path))
         counted = request.sampling_session_seq_id
         sampler_id = f"{model.model_id}:sample:{number if counted is None else counted}"
         await self._sampling.add_sampler(Sampler(sampler_id, model.session.session_id, snapshot))
-        return answer | {"sampling_session_id": sampler_id}
+        return {"type": path, "sampling_session_id": sampler_id}
 
     def _describe(
-        self,
-        model: TrainedModel,
-        number: int,
-        kind: WeightsKind,
-        name: str,
-        request: protocol.SaveWeights | None = None,
+        self, model: TrainedModel, kind: WeightsKind, name: str, request: protocol.SaveWeights
     ) -> SavedWeights:
         now = self._parts.world.clock.time()
-        seconds = None if request is None else request.ttl_seconds
         return SavedWeights(
             model.model_id,
             kind,
@@ -436,11 +427,11 @@ class ModelTraining:
             self._parts.backend.served.name,
             model.lora,
             model.version,
-            number,
-            now,
-            None if seconds is None else now + seconds,
-            None if request is None else request.user_metadata,
-            overwrite=request is not None and bool(request.overwrite),
+            request.seq_id,
+            created_at=now,
+            expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            overwrite=bool(request.overwrite),
         )
 
     async def _write_weights(

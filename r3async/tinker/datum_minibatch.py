@@ -87,7 +87,7 @@ class DatumMinibatch(TrainableMinibatch):
         mine = (self.logprobs, sums) if self.ranks.is_loss_reporter else ({}, sums * 0)
         everyones = self.ranks.all_gather(mine)
         logprobs = {index: values for found, _ in everyones for index, values in found.items()}
-        loss_sum, k3_sum, sampled = map(float, sum(sums for _, sums in everyones))
+        loss_sum, k3_sum, sampled = np.sum([sums for _, sums in everyones], axis=0).tolist()
         metrics = {"loss:sum": loss_sum}
         if self.batch.loss_fn != "cross_entropy":
             weights = [one.datum.inputs["advantages"] != 0 for one in data]

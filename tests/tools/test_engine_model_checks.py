@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from r3async.config import ConfigError, load_config
 from r3async.data.engine_models import ENGINE_MODELS
@@ -78,6 +79,13 @@ def test_a_value_that_vllm_does_not_compute_with_is_refused(kind, key, value, tm
         return
     with pytest.raises(ConfigError, match=f"`{key}` = null.* add it to that file"):
         check(tmp_path, {name: known for name, known in needed(kind).items() if name != key}, on_cpu=False)
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "olmoe", "gpt_oss"])
+def test_what_transformers_writes_by_default_is_accepted(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    check(tmp_path, needed(kind) | described, on_cpu=False)
 
 
 def test_the_text_part_of_a_larger_model_is_what_counts(tmp_path):

@@ -239,7 +239,7 @@ class ModelTraining:
             self._parts.futures.resolve(f"{model.model_id}:{number}", answer)
             if number == 0 and answer.failed:
                 await self._drop_model(model)
-            elif taken is not None:
+            elif taken is not None and not answer.failed:
                 await self._save_state_if_due(model, number, taken.kind)
 
     async def _drop_model(self, model: TrainedModel) -> None:

@@ -66,6 +66,11 @@ class SingleProcessBackend:
         config: Config = settings(**changes)
         return TorchLearner.from_pretrained(config, self._path)
 
+    @property
+    def changes(self) -> list[str]:
+        """The calls but those by which the server saves states and opens snapshots, now and then."""
+        return [name for name in self.calls if name not in ("save_state", "open_snapshot")]
+
     async def _run(self, name: str, function, *args, **kwargs):
         self.calls.append(name)
         return await self._lane.run(function, *args, **kwargs)
@@ -268,7 +273,7 @@ class FaultyServer(TinkerServer):
 
     def _wrap(self, path, handler):
         async def handle(request):
-            self.seen.append(SeenRequest(path, time.monotonic(), dict(request.headers)))
+            self.seen.append(SeenRequest(path, time.monotonic(), request.headers.copy()))
             answer = await handler(request)
             for fault in self.faults:
                 if fault[0] == path and fault[2]:

@@ -173,7 +173,7 @@ def test_chunks_that_come_later_first_are_applied_in_order(backend, monkeypatch,
         ]
         results.append(client.forward(data[:1], "cross_entropy"))
         chunked, _, after = [result.result() for result in results]
-        assert backend.calls == ["forward_backward"] * 3 + ["optim_step", "forward"]
+        assert backend.changes == ["forward_backward"] * 3 + ["optim_step", "forward"]
         lengths = [len(output["logprobs"].data) for output in chunked.loss_fn_outputs]
         assert lengths == [3, 4, 5, 6, 7]
         before = chunked.loss_fn_outputs[0]["logprobs"].to_numpy()
@@ -189,7 +189,7 @@ def test_a_request_that_this_server_refuses_has_used_up_its_number(client, backe
     with pytest.raises(tinker.RequestFailedError, match="not supported"):
         client.forward_backward([datum], "cross_entropy").result()
     assert client.forward_backward([supervised()], "cross_entropy").result(timeout=20)
-    assert backend.calls == ["forward_backward"]
+    assert backend.changes == ["forward_backward"]
 
 
 def test_protobuf_that_no_client_may_send_is_refused():

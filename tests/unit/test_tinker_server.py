@@ -139,7 +139,7 @@ async def test_requests_that_come_out_of_order_or_twice(client):
     await client.finish("forward_backward", training(client, 1))
     for promise in (second, third):
         await client.post("retrieve_future", {"request_id": promise["request_id"]})
-    assert client.backend.calls[-3:] == ["forward_backward", "forward_backward", "optim_step"]
+    assert client.backend.changes[-3:] == ["forward_backward", "forward_backward", "optim_step"]
     _, late = await client.post("forward_backward", training(client, 2))
     assert late == second
 
@@ -407,7 +407,7 @@ async def test_every_malformed_request_is_an_error_of_the_user_and_the_server_li
         if status != expected or answer.get("category") != "user" or not answer.get("error"):
             wrong.append((path, str(sent)[:200], status, answer))
     assert not wrong
-    assert client.backend.calls == ["create_model"]
+    assert client.backend.changes == ["create_model"]
     trained = await client.finish("forward_backward", training(client, next(numbers)))
     assert trained["metrics"]
 

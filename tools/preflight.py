@@ -190,7 +190,7 @@ START_CHECKS = (
     ),
     StartCheck("router settings", lambda start: check_router_settings(start.shape, start.config)),
     StartCheck("routes", lambda start: check_routes(start.config, start.shape)),
-    StartCheck("positions", lambda start: check_positions(start.config, start.shape), (), BOTH),
+    StartCheck("positions", lambda start: check_positions(start.config, start.shape), (), LEARN),
     StartCheck("head size", lambda start: _check_head_size(start), (), ("train", "tinker")),
     StartCheck("teacher", lambda start: check_teacher(start.config), ("model", "teacher")),
     StartCheck("placement", lambda start: start.plan),
@@ -201,7 +201,9 @@ START_CHECKS = (
     StartCheck("devices", lambda start: check_devices(start.config, start.shape), ("devices",)),
     StartCheck("addresses", lambda start: check_addresses(start.config), ("devices",)),
     StartCheck("tensors", lambda start: _check_tensors(start.config), ("model",), LEARN),
-    StartCheck("tokenizer", lambda start: check_tokenizer(start.config), ("model",), ALL),
+    StartCheck(
+        "tokenizer", lambda start: check_tokenizer(start.config), ("model",), (*BOTH, "eval")
+    ),
     StartCheck("policy loss", lambda start: _check_policy_loss(start.config), ("code",)),
     StartCheck("environment", lambda start: check_environment(start.config), ("code",)),
     StartCheck("rows", lambda start: _check_rows(start), ("code",), BOTH),

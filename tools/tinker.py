@@ -98,33 +98,31 @@ async def _serve(config: Config, served_name: str, host: str, port: int, directo
         directory,
         report_event=events.warning,
     )
+    server = TinkerServer(
+        backend,
+        directory,
+        key=_read_key(directory),
+        host=host,
+        port=port,
+        report_event=events.warning,
+    )
     waiting = asyncio.create_task(stopped.wait())
     starting = asyncio.create_task(backend.start())
     typer.echo("loading the model", err=True)
     try:
         await asyncio.wait([waiting, starting], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait([starting])
-            return
-        await starting
-        server = TinkerServer(
-            backend,
-            directory,
-            key=_read_key(directory),
-            host=host,
-            port=port,
-            report_event=events.warning,
-        )
-        try:
+        if starting.done():
+            await starting
             await server.start()
             events.info("learner_started", url=server.base_url, model=served_name)
             typer.echo(_describe_exports(server.base_url, directory))
             await waiting
-        finally:
-            await server.stop()
+        else:
+            starting.cancel()
+            await asyncio.wait([starting])
         events.info("run_finished", stopped=True)
     finally:
+        await server.stop()
         await backend.stop()
         REAL_WORLD.actors.leave_cluster()
 

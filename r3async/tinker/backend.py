@@ -97,12 +97,8 @@ class TinkerBackend(Protocol):
         """Continue from what `save_state` wrote."""
         ...
 
-    async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
-        """Make the current weights of `snapshot.model_id` ones to sample from.
-
-        With a `directory`, as the service calls it, they are written there, for `open_snapshot`,
-        and not sampled from yet.
-        """
+    async def publish(self, snapshot: Snapshot, directory: Path) -> None:
+        """Write the current weights of `snapshot.model_id`, for `open_snapshot`."""
         ...
 
     async def open_snapshot(self, snapshot: Snapshot, directory: Path) -> None:

@@ -5,10 +5,10 @@ and gradients beside them, 16 bytes for each value of an adapter of `learner.lor
 turn puts them into the model (`AdapterStates`), so requests of several clients run one after the
 other, as they come, and have the results that they have alone.
 
-**Engine.** It has the base weights once. A snapshot is a version of adapters: a file in
-`weights.directory`, or in the directory under which a client saved it. The engine holds those that
-were sampled from last, and loads others again when they are. An engine that was lost is started
-again, and loads them in the same way; requests that it lost are made again.
+**Engine.** It has the base weights once. A snapshot is a version of adapters, a file in the
+directory under which it was saved. The engine holds those that were sampled from last, and loads
+others again when they are. An engine that was lost is started again, and loads them in the same
+way; requests that it lost are made again.
 
 **Full training** (`learner.lora.rank = 0`) is for one client. A snapshot is a version of all
 weights, and the newest one is the only one that can be sampled from.
@@ -266,17 +266,12 @@ class EngineBackend:
 
     # -- snapshots ---------------------------------------------------------------------------------
 
-    async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
+    async def publish(self, snapshot: Snapshot, directory: Path) -> None:
         if snapshot.model_id not in self._models:
             raise StateLostError(snapshot.model_id)
         number = next(self._numbers)
         manifest = await self._run_on_ranks(self._write_version, number, snapshot.model_id)
-        if directory is not None:
-            await self._lane.run(self._copy_version, manifest, directory)
-            return
-        self._snapshots[snapshot.name] = _OpenSnapshot(manifest)
-        self._newest = snapshot.name
-        await self._call_engine(snapshot, _do_nothing)
+        await self._lane.run(self._copy_version, manifest, directory)
 
     def _write_base(self) -> None:
         if self._trains_adapters:
@@ -291,9 +286,8 @@ class EngineBackend:
         if model_id is not None:
             ranks.call_verb(partial(_use_client, model_id))
         ranks.snapshot_weights(number)
-        open_files = [each.manifest.version for each in self._snapshots.values()]
         try:
-            manifest = ranks.write_version([*open_files, BASE_VERSION]).manifest
+            manifest = ranks.write_version([BASE_VERSION]).manifest
         except OSError:
             ranks.discard_snapshot()
             raise
@@ -481,10 +475,6 @@ class EngineBackend:
             for each in self._snapshots.values():
                 each.number = None
             self._engine = engine
-
-
-async def _do_nothing(engine: VllmEngine, version: int | None) -> None:
-    pass
 
 
 def _to_sequence(prompt: np.ndarray, generation: Generation) -> SampledSequence:

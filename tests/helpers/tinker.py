@@ -142,9 +142,8 @@ class SingleProcessBackend:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
-    async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
+    async def publish(self, snapshot: Snapshot, directory: Path) -> None:
         def write() -> None:
-            assert directory is not None
             torch.save(_copy_weights(self._find(snapshot.model_id)), directory / "weights.pt")
 
         await self._run("publish", write)

@@ -162,9 +162,8 @@ class ScriptedBackend:
         model = await self._work(model_id)
         model.weights = read_file(directory / "learner", files=self._files).decode()
 
-    async def publish(self, snapshot: Snapshot, directory: Path | None) -> None:
+    async def publish(self, snapshot: Snapshot, directory: Path) -> None:
         model = await self._work(snapshot.model_id)
-        assert directory is not None
         replace_file(directory / "adapter", model.weights.encode(), files=self._files)
 
     async def open_snapshot(self, snapshot: Snapshot, directory: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from .process import ActorNotLoaded, prepare_process
 if TYPE_CHECKING:
     from r3async.checkpoint.rank_files import RankCopy, RankState
     from r3async.learner.backend import LearnerBackend
+
+
+R = TypeVar("R")
 
 
 class LocalRank:
@@ -139,6 +142,11 @@ class LocalRank:
 
         (mine,) = shares
         return compute_supervised_loss(self.backend, mine)
+
+    def call_verb(self, verb: Callable[[LearnerBackend], R]) -> R:
+        """Return `verb(backend)`, which composes verbs of the learner (`train_step`) in a loop that
+        is not a run's."""
+        return verb(self.backend)
 
     def count_updates(self) -> int:
         """Return the number of optimizer updates that made the weights, including those

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +29,9 @@ from r3async.weights.sharded_store import PartFolder, ShardedVersionStore
 from r3async.world import ActorOptions, EventReporter, World, ignore_event
 from r3async.world.curve_keys import ServerKeys
 from r3async.world.real import REAL_WORLD
+
+if TYPE_CHECKING:
+    from r3async.learner.backend import LearnerBackend
 
 R = TypeVar("R")
 
@@ -166,6 +169,9 @@ class RemoteRanks:
     def list_carried_tensors(self) -> tuple[str, ...]:
         return self._call_all(LocalRank.list_carried_tensors)
 
+    def call_verb(self, verb: Callable[[LearnerBackend], R]) -> R:
+        return self._call_all(LocalRank.call_verb, verb)
+
     def count_updates(self) -> int:
         return self._call_all(LocalRank.count_updates)
 
@@ -269,6 +275,9 @@ class RemoteRanks:
         self._publisher = ShardedVersionStore(
             self._call_hosts, self._call_writers, self._ranks.ranks_by_host, deltas=backend == "tcp"
         )
+
+    def discard_snapshot(self) -> None:
+        self._call_all(LocalRank.discard_snapshot)
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> TransferOffer:
         """Write a version like `LocalRank.write_version`: each rank writes its part. With NCCL, the

@@ -122,6 +122,22 @@ def simulate(
     )
 
 
+@app.command("simulate-tinker")
+def simulate_tinker(
+    seeds: Annotated[int, typer.Option(help="how many runs", min=1)] = 100,
+    first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="processes; 0: one a core", min=0)] = 0,
+    mutant: Annotated[
+        str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")
+    ] = "",
+) -> None:
+    """Simulate the Tinker server in virtual time, with clients that retry as the SDK does, and
+    faults, a run per seed. Exits with 1 if an invariant is broken."""
+    from dev.simulation.tinker.command import simulate_tinker_command
+
+    raise typer.Exit(simulate_tinker_command(seeds=seeds, first=first, jobs=jobs, mutant=mutant))
+
+
 @app.command()
 def fuzz(
     messages: Annotated[

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from r3async.config import Config, ConfigError, load_command_config
+from r3async.config import LOOPBACK_HOST, Config, ConfigError, load_command_config
 from r3async.world.process_output import escape_control_characters
 from r3async.world.processes import add_user_module_path
 
@@ -189,6 +189,27 @@ def plan(
     _print_plan(
         load_command_config(preset, overrides or []), overrides or [], json, get_runs_directory()
     )
+
+
+@app.command(
+    rich_help_panel=TRAIN, epilog="Example: r3async tinker Qwen/Qwen3-30B-A3B learner.lora.rank=32"
+)
+def tinker(
+    model: Annotated[str, typer.Argument(help="a model directory, or a name on the hub")],
+    overrides: OverridesArgument = None,
+    host: Annotated[str, typer.Option(help="interface to listen on")] = LOOPBACK_HOST,
+    port: Annotated[int, typer.Option(help="0: a free one", min=0, max=65535)] = 8378,
+    served_name: Annotated[
+        str | None,
+        typer.Option("--as", help="the base_model of clients", show_default="MODEL"),
+    ] = None,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+) -> None:
+    """Serve the Tinker API: loops written for it train this model, with recorded routes."""
+    from .tinker import build_tinker_config, serve_tinker
+
+    config = build_tinker_config(model, overrides or [])
+    serve_tinker(config, served_name or model, host, port, runs)
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: r3async tail latest --no-follow")

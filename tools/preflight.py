@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 ENVIRONMENT_TRY_SECONDS = 10.0
 """Seconds for the trial of an environment. One that takes longer is not judged."""
 
-Command = Literal["train", "sft", "eval"]
+Command = Literal["train", "sft", "eval", "tinker"]
 Need = Literal["model", "teacher", "code", "machine", "devices"]
 NEEDS: dict[Need, str] = {
     "model": "the model's files",
@@ -154,10 +154,12 @@ class StartCheck(NamedTuple):
 
 
 BOTH: tuple[Command, ...] = ("train", "sft")
-ALL: tuple[Command, ...] = (*BOTH, "eval")
+LEARN: tuple[Command, ...] = (*BOTH, "tinker")
+PLAY: tuple[Command, ...] = ("train", "eval", "tinker")
+ALL: tuple[Command, ...] = (*LEARN, "eval")
 
 START_CHECKS = (
-    StartCheck("runs directory", lambda start: check_disk_space(start.runs), ("machine",), BOTH),
+    StartCheck("runs directory", lambda start: check_disk_space(start.runs), ("machine",), LEARN),
     StartCheck(
         "resumed checkpoint", lambda start: _check_resume_path(start.config), ("machine",), BOTH
     ),
@@ -166,7 +168,7 @@ START_CHECKS = (
         "cluster address",
         lambda start: check_cluster_address(start.cluster_address),
         ("machine",),
-        BOTH,
+        LEARN,
     ),
     StartCheck("learner", lambda start: _check_learner(start.config, start.command), (), BOTH),
     StartCheck(
@@ -178,30 +180,30 @@ START_CHECKS = (
     StartCheck(
         "evaluated model", lambda start: _check_evaluated_model(start.config), (), ("eval",)
     ),
-    StartCheck("model type", lambda start: _check_model_type(start.config), ("model",), BOTH),
-    StartCheck("model sizes", lambda start: start.shape, (), BOTH),
+    StartCheck("model type", lambda start: _check_model_type(start.config), ("model",), LEARN),
+    StartCheck("model sizes", lambda start: start.shape, (), LEARN),
     StartCheck(
         "parallel layout",
         lambda start: check_trainable(start.shape, start.config.learner),
         (),
-        BOTH,
+        LEARN,
     ),
     StartCheck("router settings", lambda start: check_router_settings(start.shape, start.config)),
     StartCheck("routes", lambda start: check_routes(start.config, start.shape)),
-    StartCheck("positions", lambda start: check_positions(start.config, start.shape), (), BOTH),
-    StartCheck("head size", lambda start: _check_head_size(start)),
+    StartCheck("positions", lambda start: check_positions(start.config, start.shape), (), LEARN),
+    StartCheck("head size", lambda start: _check_head_size(start), (), ("train", "tinker")),
     StartCheck("teacher", lambda start: check_teacher(start.config), ("model", "teacher")),
     StartCheck("placement", lambda start: start.plan),
     StartCheck("message size", lambda start: check_message_size(start.config, start.plan)),
     StartCheck("GPU memory", lambda start: check_gpu_memory(start.config, start.shape, start.plan)),
-    StartCheck(
-        "engine's model", lambda start: _check_engine_model(start), ("model",), ("train", "eval")
-    ),
-    StartCheck("adapters", lambda start: _check_adapters(start), (), BOTH),
+    StartCheck("engine's model", lambda start: _check_engine_model(start), ("model",), PLAY),
+    StartCheck("adapters", lambda start: _check_adapters(start), (), LEARN),
     StartCheck("devices", lambda start: check_devices(start.config, start.shape), ("devices",)),
     StartCheck("addresses", lambda start: check_addresses(start.config), ("devices",)),
-    StartCheck("tensors", lambda start: _check_tensors(start.config), ("model",), BOTH),
-    StartCheck("tokenizer", lambda start: check_tokenizer(start.config), ("model",), ALL),
+    StartCheck("tensors", lambda start: _check_tensors(start.config), ("model",), LEARN),
+    StartCheck(
+        "tokenizer", lambda start: check_tokenizer(start.config), ("model",), (*BOTH, "eval")
+    ),
     StartCheck("policy loss", lambda start: _check_policy_loss(start.config), ("code",)),
     StartCheck("environment", lambda start: check_environment(start.config), ("code",)),
     StartCheck("rows", lambda start: _check_rows(start), ("code",), BOTH),

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from r3async.config.algorithm import BUILTIN_POLICY_LOSSES
 from r3async.config.run import Config
 
-CommandName = Literal["train", "sft", "eval", "init-model"]
+CommandName = Literal["train", "sft", "eval", "tinker", "init-model"]
 """Command that reads the settings."""
 
 
@@ -211,6 +211,16 @@ SECTIONS_OF_OTHER_COMMANDS: dict[CommandName, dict[str, str]] = {
     "sft": dict.fromkeys(
         ("generator", "weights", "transport", "buffer", "serving", "schedule"), "`r3async train`"
     ),
+    "tinker": {
+        "model": "the argument MODEL",
+        **dict.fromkeys(
+            (
+                *("sft", "env", "schedule", "algorithm", "transport", "buffer", "checkpoint"),
+                *("serving", "evaluation", "steps", "resume"),
+            ),
+            "training",
+        ),
+    },
     "eval": dict.fromkeys(
         ("sft", "algorithm", "schedule", "buffer", "transport", "supervise"), "training"
     ),

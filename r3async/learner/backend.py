@@ -18,6 +18,7 @@ from r3async.checkpoint.rank_files import LearnerStateReader, RankState
 from r3async.config import Config
 from r3async.data.routes import route_dtype
 from r3async.data.tokens import Sample, TokenTable
+from r3async.learner.adapter_states import AdapterStates
 from r3async.learner.digests import StageDigests
 from r3async.learner.expert_biases import ExpertBias, check_expert_biases, update_expert_biases
 from r3async.learner.lora import LoraAdapters
@@ -105,6 +106,7 @@ class LearnerBackend:
         self.optimizer = optimizer
         self.trust_region = TrustRegion(config.algorithm.rollout_kl)
         self._adapters = adapters
+        self.adapter_states = None if adapters is None else AdapterStates(adapters, optimizer)
         self.expert_biases = expert_biases
         self.stage_digests = StageDigests() if config.observe.record == "full" else None
         if self.stage_digests is not None:

@@ -24,13 +24,14 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -39,6 +40,7 @@ from torch.nn import Parameter, functional
 from r3async.checkpoint.rank_files import TensorSlice
 from r3async.config import LoraConfig
 from r3async.learner.rank_group import RankGroup
+from r3async.learner.results import LearnerError
 from r3async.learner.row_shares import to_local
 from r3async.learner.shard_slice import ShardSlice
 
@@ -230,6 +232,7 @@ class LoraAdapters:
         dtype: torch.dtype,
         served_dtype: torch.dtype,
     ):
+        self._config = config
         self._adapted: list[_AdaptedParameter] = []
         self._uses_start_weights = False
         for candidate in candidates:
@@ -276,6 +279,41 @@ class LoraAdapters:
             for adapter in filter(None, adapters)
             for parameter in _describe_parameters(candidate, adapter)
         ]
+
+    @torch.no_grad()
+    def begin_anew(self, rank: int, seed: int, untrained: Collection[str]) -> None:
+        """Make the adapters what they are at the start with `lora.rank` = `rank`, at most the
+        configured one, and that seed. Those whose names have a part in `untrained` stay 0.
+
+        What is beyond `rank` is 0, and has gradients of 0. Raises `LearnerError` if nothing is
+        trained.
+        """
+        config = msgspec.structs.replace(self._config, rank=rank)
+        is_trained = False
+        for _, _, adapters in self._adapted:
+            for adapter in filter(None, adapters):
+                adapter.lora_a.zero_()
+                adapter.lora_b.zero_()
+                if not set(adapter.place.name.split(".")).isdisjoint(untrained):
+                    continue
+                is_trained = True
+                device = adapter.lora_a.device
+                new = LoraAdapter.initialize(adapter.place, config, seed, device)
+                adapter.lora_a[..., :rank, :] = new.lora_a
+        if not is_trained:
+            raise LearnerError(
+                f"no adapter is left to train: `learner.lora.targets` = {self._config.targets}, "
+                f"and {' and '.join(sorted(untrained))} are not to be trained"
+            )
+        self.use_rank(rank)
+
+    def use_rank(self, rank: int) -> None:
+        """Scale all adapters as those of that rank."""
+        for one in self._adapted:
+            one.adapters[:] = [
+                adapter and replace(adapter, scale=self._config.alpha / rank)
+                for adapter in one.adapters
+            ]
 
     @torch.no_grad()
     def gather_served_factors(self, ranks: RankGroup) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +42,8 @@ class MicroBatch:
         prefixes: None, or int32 `[S, 2]` where samples share rows: sample `s` begins with the first
             `prefixes[s, 1]` tokens of the earlier sample `prefixes[s, 0]`, and its own rows hold
             only what follows them, at least one token.
+        alternatives: None, or int64 `[A, 2]`: a row, and a token that could have followed it. Where
+            rows of tokens to score are given, row `-1 - a` is alternative `a`.
     """
 
     table: TokenTable
@@ -49,6 +51,7 @@ class MicroBatch:
     temperatures: np.ndarray
     sample_ids: tuple[str, ...]
     prefixes: np.ndarray | None = None
+    alternatives: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +104,12 @@ class MicroBatch:
 
         No token at `rows` may be a sample's first.
         """
+        if self.alternatives is not None:
+            out = np.asarray(rows, np.int64).copy()
+            out[rows < 0] = self.alternatives[-1 - rows[rows < 0], 0]
+            of_samples = replace(self, alternatives=None)
+            out[rows >= 0] = of_samples.previous_rows(rows[rows >= 0])
+            return out
         if self.prefixes is None:
             return rows - 1
         whole, edges = self.expanded_samples
@@ -110,6 +119,21 @@ class MicroBatch:
             edges[branches] + self.prefixes[branches, 1] - 1
         ]
         return previous[rows]
+
+    def scored_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Return int64 `[M]`: the tokens at `rows`, alternatives too."""
+        ids = self.table["token_ids"].astype(np.int64)
+        if self.alternatives is not None:
+            ids = np.append(ids, self.alternatives[::-1, 1])
+        return ids[rows]
+
+    def scored_temperatures(self, rows: np.ndarray) -> np.ndarray:
+        """Return float32 `[M]`: the sampling temperatures of the tokens at `rows`, alternatives
+        too."""
+        temperatures = self.token_temperatures
+        if self.alternatives is not None:
+            temperatures = np.append(temperatures, temperatures[self.alternatives[::-1, 0]])
+        return temperatures[rows]
 
     @cached_property
     def row_multiplicity(self) -> np.ndarray | None:
@@ -186,7 +210,9 @@ def _append_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
     prefixes = (
         None if m.prefixes is None else np.append(m.prefixes, np.zeros((1, 2), np.int32), axis=0)
     )
-    return MicroBatch(m.table.pad_to(total), edges, temperatures, m.sample_ids, prefixes)
+    return MicroBatch(
+        m.table.pad_to(total), edges, temperatures, m.sample_ids, prefixes, m.alternatives
+    )
 
 
 def pack_samples(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +49,33 @@ class OptimizerUpdate:
     served_drift_estimate: float | None = None
 
 
+@dataclass(frozen=True)
+class AdamSettings:
+    """Settings of AdamW for the next steps, in place of the configuration's.
+
+    Attributes:
+        max_grad_norm: Gradients are clipped to this norm; infinite: they are not.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
 ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 """Names of Adam's state of a parameter; the moments have its shape, the step is one number."""
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer has of the values that it trains: float32 values, Adam's state and
+    gradients of this rank's share of each parameter, on its device."""
+
+    values: list[Tensor]
+    adam: list[dict[str, Tensor]]
+    gradients: list[Tensor | None]
+    update_count: int
 
 
 def compute_learning_rate(config: LearnerConfig, updates_done: int, updates_total: int) -> float:
@@ -139,6 +164,7 @@ class MasterAdamW:
                 )
         self._on_change = on_change
         self._max_norm = config.max_grad_norm
+        self._settings: AdamSettings | None = None
         self._config = config
         self._updates_total = updates_total
         self.update_count = 0
@@ -160,9 +186,18 @@ class MasterAdamW:
         )
         self._host_moments = HostMoments(self._adam) if config.offload_moments else None
 
+    def use_settings(self, settings: AdamSettings) -> None:
+        """Make the next steps with these settings."""
+        self._settings = settings
+        self._max_norm = settings.max_grad_norm
+        for group, decay in zip(self._adam.param_groups, (settings.weight_decay, 0.0), strict=True):
+            group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
+        if self._settings is not None:
+            return self._settings.lr
         return compute_learning_rate(self._config, self.update_count, self._updates_total)
 
     @torch.no_grad()
@@ -306,6 +341,52 @@ class MasterAdamW:
                 if self._host_moments is not None:
                     self._host_moments.offload_moments(master)
         self._on_change()
+
+    @torch.no_grad()
+    def take_state(self) -> OptimizerState:
+        """Take the state out, for `put_state`. The parameters keep their values, and next steps
+        begin without moments."""
+        assert self._host_moments is None, "`learner.offload_moments` is set"
+        state = OptimizerState(
+            [to_local(master.detach()).clone() for master in self._masters],
+            [self._adam.state.pop(master, {}) for master in self._masters],
+            [holder.grad for holder in self._gradient_holders],
+            self.update_count,
+        )
+        self.zero_grad()
+        self.update_count = 0
+        return state
+
+    @torch.no_grad()
+    def put_state(self, state: OptimizerState) -> None:
+        """Continue with a state that `take_state` took out. Collective if there are `shares`."""
+        self.zero_grad()
+        self.update_count = state.update_count
+        self._adam.state.clear()
+        for master, values, adam, holder, gradient in zip(
+            self._masters,
+            state.values,
+            state.adam,
+            self._gradient_holders,
+            state.gradients,
+            strict=True,
+        ):
+            to_local(master.detach()).copy_(values)
+            if adam:
+                self._adam.state[master] = adam
+            holder.grad = gradient
+        self._write_parameters()
+
+    @contextlib.contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Be without the accumulated gradients in a block, which leaves none of its own."""
+        kept = [holder.grad for holder in self._gradient_holders]
+        self.zero_grad()
+        try:
+            yield
+        finally:
+            for holder, gradient in zip(self._gradient_holders, kept, strict=True):
+                holder.grad = gradient
 
     def zero_grad(self) -> None:
         """Discard accumulated gradients."""

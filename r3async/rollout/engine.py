@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -33,6 +33,14 @@ class CorruptWeightsError(EngineError):
     and is unchanged."""
 
 
+class TopTokens(NamedTuple):
+    """The most likely tokens in each of n places, and their log-probs: int32 and float32 `[n, k]`,
+    most likely first."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
     """A request to continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled
     at `temperature`.
@@ -48,6 +56,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
             have been sampled), from an engine that was built to record it.
         stop_strings: Strings that end the answer. The first one that appears ends it, with the
             token that completes it.
+        version: The version of adapters to run under, which the engine must hold, or `BASE_VERSION`
+            for the weights without any; by default the one that was installed last.
+        seed: Seed of this request's sampling; by default it is part of the engine's.
+        top_logprobs: Number of most likely tokens wanted in each sampled token's place, at most 20.
     """
 
     request_id: str
@@ -62,6 +74,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     needs_sampling_mask: bool = False
     stop_strings: tuple[str, ...] = ()
+    version: int | None = None
+    seed: int | None = None
+    top_logprobs: int = 0
 
     def resolve_routes_from(self, version: int) -> int:
         """Return the first position whose routes a call that enters under weights
@@ -88,6 +103,7 @@ class Generation(msgspec.Struct, frozen=True):
         supports: The support of each of `token_ids`, if the request wanted them
             (`needs_sampling_mask`). Each token is in its own support, and log-probs are of
             distributions over these supports.
+        top_tokens: The most likely tokens, if the request wanted them (`top_logprobs`).
     """
 
     token_ids: np.ndarray
@@ -97,6 +113,7 @@ class Generation(msgspec.Struct, frozen=True):
     routes_from: int
     stop_reason: str
     supports: SupportSets | None = None
+    top_tokens: TopTokens | None = None
 
 
 class InstallReport(msgspec.Struct, frozen=True):

@@ -50,6 +50,16 @@ class TextTooLongError(ValueError):
         self.characters = characters
 
 
+def read_generation_stops(path: str | Path) -> list[int]:
+    """Return the tokens that end an answer by a model directory's generation_config.json."""
+    from transformers import GenerationConfig
+
+    if not (Path(path) / "generation_config.json").is_file():
+        return []
+    eos = GenerationConfig.from_pretrained(path).eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
 class ChatRenderer:
     """A tokenizer with its chat template, and the tokens that end an answer.
 
@@ -153,14 +163,10 @@ class ChatRenderer:
         cls, path: str | Path, template_args: Mapping[str, Any] | None = None
     ) -> ChatRenderer:
         """Return a renderer with the tokenizer and the stop tokens of a model directory."""
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path)
-        stops: list[int] = []
-        if (Path(path) / "generation_config.json").is_file():
-            eos = GenerationConfig.from_pretrained(path).eos_token_id
-            stops = [eos] if isinstance(eos, int) else list(eos or [])
-        return cls(tokenizer, stops, template_args)
+        return cls(tokenizer, read_generation_stops(path), template_args)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the template's text with the generation prompt.

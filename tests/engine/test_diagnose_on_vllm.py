@@ -71,7 +71,7 @@ async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_p
 async def test_keys_of_older_weights_in_the_prefix_cache_are_reported(
     engine, reference, tensors, model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(engine, "_build_cache_salt", lambda: "one salt for all versions")
+    monkeypatch.setattr(engine, "_build_cache_salt", lambda version: "one salt for all versions")
     hf.check_first(
         await seen(engine, reference, tensors, model, tmp_path),
         hf.Fault("", "sampling", [-1], "from a prefix cache that older weights made"),

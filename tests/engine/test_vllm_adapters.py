@@ -129,7 +129,7 @@ async def test_more_versions_than_slots_wait_for_one_and_are_right(engine, polic
 async def test_no_prefix_of_another_versions_adapters_is_found(engine, policies, monkeypatch, salted):
     """vLLM's hash of a block has the adapters' name: not even without the salt."""
     if not salted:
-        monkeypatch.setattr(engine, "_build_cache_salt", lambda: "the same for every version")
+        monkeypatch.setattr(engine, "_build_cache_salt", lambda version: "the same for every version")
     text = prompt(100, seed=9)
     await engine.install_version(policies.publish(), 30)
     await engine.count_stale_cached_tokens(text)
@@ -139,6 +139,44 @@ async def test_no_prefix_of_another_versions_adapters_is_found(engine, policies,
     assert await engine.count_stale_cached_tokens(text) == 0
     score = policies.merged[policies.version].score(text)
     assert np.abs(await engine.score_tokens(text) - score).max() < TOLERANCE
+
+
+async def test_requests_name_versions_that_the_engine_keeps(engine, policies):
+    ids = prompt(20, seed=6)
+    published = []
+    for _ in range(3):
+        published.append(policies.publish())
+        await engine.install_version(published[-1], 30)
+        engine.kept_versions = {published[0].version}
+    first, second, third = (manifest.version for manifest in published)
+    calls = [engine.generate(request(ids, 12, version=version)) for version in (first, third, BASE_VERSION)]
+    policies.merged[BASE_VERSION] = Reference(policies.path)
+    assert [policies.check(ids, answer) for answer in await asyncio.gather(*calls)] == [first, third, BASE_VERSION]
+    scores, top = await engine.score_alternatives(ids, version=first, top_logprobs=3)
+    assert np.abs(scores - policies.merged[first].score(ids)).max() < TOLERANCE
+    assert top.token_ids.shape == top.logprobs.shape == (len(ids) - 1, 3)
+    with pytest.raises(EngineError, match=f"does not hold version {second}"):
+        await engine.generate(request(ids, 12, version=second))
+    engine.kept_versions = set()
+    await engine.install_version(policies.publish(), 30)
+    with pytest.raises(EngineError, match=f"does not hold version {first}"):
+        await engine.score_alternatives(ids, version=first)
+
+
+async def test_a_seed_draws_the_same_tokens_and_the_most_likely_ones_are_those_of_a_second_pass(engine, policies):
+    ids = prompt(20, seed=7)
+    await engine.install_version(policies.publish(), 30)
+    wider = asyncio.create_task(engine.generate(request(ids, 40, top_logprobs=20)))  # in the same steps
+    calls = [engine.generate(request(ids, 12, seed=seed, top_logprobs=3)) for seed in (5, 5, 6)]
+    first, again, other = await asyncio.gather(*calls)
+    assert np.array_equal(first.token_ids, again.token_ids)
+    assert not np.array_equal(first.token_ids, other.token_ids)
+    whole = np.concatenate([ids, first.token_ids])
+    _, scored = await engine.score_alternatives(whole, top_logprobs=3)
+    assert np.array_equal(first.top_tokens.token_ids, scored.token_ids[len(ids) - 1 :])
+    assert np.abs(first.top_tokens.logprobs - scored.logprobs[len(ids) - 1 :]).max() < TOLERANCE
+    assert (await wider).top_tokens.token_ids.shape == (40, 20)
+    assert (await engine.generate(request(ids, 3))).top_tokens is None
 
 
 def flip_bit(manifest: WeightManifest) -> None:

@@ -115,7 +115,7 @@ async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, mo
     assert await vllm_engine.count_stale_cached_tokens(text) == 0
     await vllm_engine.install_version(weights.publish(), 30)
     assert await vllm_engine.count_stale_cached_tokens(text) == 0
-    monkeypatch.setattr(vllm_engine, "_build_cache_salt", lambda: "the same for every version")
+    monkeypatch.setattr(vllm_engine, "_build_cache_salt", lambda version: "the same for every version")
     for _ in range(2):
         await vllm_engine.install_version(weights.publish(), 30)
         stale = await vllm_engine.count_stale_cached_tokens(text)

@@ -38,11 +38,13 @@ def describe_step(row: dict[str, Any]) -> str:
         )
         return (
             f"loss {number('loss/answers'):.4f}  {held_out}lr {number('lr'):.1e}  norm "
-            f"{number('grad_norm'):.2f}  epoch {number('data/epochs'):.2f}  tok/s "
-            f"{thousands('throughput/trained_tokens_per_second')}"
+            f"{number('grad_norm'):.2f}  "
+            + (f"epoch {number('data/epochs'):.2f}  " if "data/epochs" in row else "")
+            + f"tok/s {thousands('throughput/trained_tokens_per_second')}"
         ) + ("" if row.get("optimizer/updates", 1) else "  no update")
     return (
-        f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
+        (f"reward {number('reward/mean'):.3f}  " if "reward/mean" in row else "")
+        + f"drift {number('rollout_kl/k3'):.0e}  "
         f"staleness {number('staleness/mean'):.1f}, max {number('staleness/max'):.0f}  "
         + (
             f"agreement {100 * number('routing/agreement'):.0f} %  "

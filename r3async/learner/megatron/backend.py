@@ -217,7 +217,7 @@ class MegatronLearner(LearnerBackend):
             total = len(rows)
             rows = rows[mine]
             before = before[mine] - here.start
-        ids = micro_batch.table["token_ids"][rows].astype(np.int64)
+        ids = micro_batch.scored_ids(rows)
         weight = self.model.get_output_weight()
         if len(weight) > self._num_local_logits:  # not always: the gradient of a slice is a copy
             weight = weight[: self._num_local_logits]
@@ -228,7 +228,7 @@ class MegatronLearner(LearnerBackend):
                 hidden[:, 0]
             ),
             self._to_device(ids),
-            self._to_device(micro_batch.token_temperatures[rows]),
+            self._to_device(micro_batch.scored_temperatures(rows)),
             first_token_id=self._first_token_id,
             group=self._vocabulary_group,
             entropy_gradient=entropy_gradient,

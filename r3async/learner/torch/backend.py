@@ -166,9 +166,9 @@ class TorchLearner(LearnerBackend):
         device = self.ranks.device
         return self.model(
             PackedInputs.from_micro_batch(m, device),
-            upload_array(rows, device),
+            upload_array(m.scored_ids(rows), device),
             DeterministicGather.from_index(m.previous_rows(rows), m.num_tokens, device),
-            upload_array(m.token_temperatures[rows], device),
+            upload_array(m.scored_temperatures(rows), device),
             routes,
             select_supports(m.support, rows),
         )

@@ -440,16 +440,16 @@ class PackedModel(nn.Module):
     def forward(
         self,
         packed: PackedInputs,
-        rows: Tensor,
+        targets: Tensor,
         before: DeterministicGather,
         temperatures: Tensor,
         routes: MicroBatchRoutes | None = None,
         supports: SupportSets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs of the tokens at `rows`, float32 `[M]`, and their entropies.
+        """Return log-probs of `targets`, float32 `[M]`, and their entropies.
 
         Args:
-            rows: int64 `[M]`, none a sample's first token.
+            targets: int64 `[M]`: tokens that follow another in their sample, or could.
             before: Gathers the tokens before them; logits are computed for these only.
             temperatures: float32 `[M]`.
             routes: The routes bound for this pass.
@@ -462,7 +462,7 @@ class PackedModel(nn.Module):
         logprobs, entropies = token_logprobs(
             head.weight,
             before(hidden),
-            packed.token_ids.index_select(0, rows),
+            targets,
             temperatures / self.logit_scale,
             bias=head.bias,
             entropy_gradient=self.entropy_gradient,

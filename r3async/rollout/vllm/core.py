@@ -102,6 +102,8 @@ class AnswerBuffer:
         "route_count",
         "supports",
         "tokens",
+        "top_count",
+        "top_rows",
     )
 
     def __init__(self) -> None:
@@ -110,6 +112,9 @@ class AnswerBuffer:
         self.events: list[Any] = []
         self.supports: list[SupportSets] = []
         self.first_output: EngineCoreOutput | None = None
+        self.top_count = 0
+        """Most likely tokens that are wanted at each place."""
+        self.top_rows: list[LogprobsLists] = []
         self.route_count = 0
         self._route_rows: np.ndarray | None = None
 
@@ -126,6 +131,11 @@ class AnswerBuffer:
         if output.new_logprobs is not None:
             # The sampled token is the first of each row.
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if self.top_count:
+                # Where another request of the step wants more, there are more columns.
+                wanted = slice(self.top_count + 1)
+                ids, values = (part[:, wanted].copy() for part in output.new_logprobs[:2])
+                self.top_rows.append(LogprobsLists(ids, values, _NO_IDS))
         if step_supports is not None and output.new_sampling_mask is not None:
             (row,) = output.new_sampling_mask.token_ids.tolist()
             self.supports.append(step_supports[row : row + 1])
@@ -152,7 +162,11 @@ class AnswerBuffer:
         `last_output` is vLLM's output with the finish reason; None if the request continues.
         """
         logprobs = None
-        if self.logprobs:
+        if self.top_rows:
+            ids = np.concatenate([rows.logprob_token_ids for rows in self.top_rows])
+            values = np.concatenate([rows.logprobs for rows in self.top_rows])
+            logprobs = LogprobsLists(ids, values, _NO_IDS)
+        elif self.logprobs:
             logprobs = LogprobsLists(_NO_IDS, np.asarray(self.logprobs, np.float32), _NO_IDS)
         return EngineCoreOutput(
             request_id,
@@ -249,6 +263,13 @@ class AnswerBufferingMixin:
         if not leaving and step.scheduler_stats is None:
             del steps[0]
         return steps
+
+    def _update_request_with_output(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        top_count = request.sampling_params.logprobs
+        if top_count:
+            answer = self._answer_buffers.setdefault(request.request_id, AnswerBuffer())
+            answer.top_count = top_count
+        return super()._update_request_with_output(request, *args, **kwargs)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """Finish requests, and send the last outputs of aborted ones.

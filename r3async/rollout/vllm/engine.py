@@ -31,6 +31,7 @@ from r3async.rollout.engine import (
     Generation,
     GenerationRequest,
     InstallReport,
+    TopTokens,
 )
 from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
 from r3async.rollout.vllm.messages import (
@@ -158,6 +159,11 @@ class VllmEngine:
         self._parameter_names: frozenset[str] = frozenset()
         self._base: WeightManifest | None = None
         """Weights to which versions of adapters are added; None before they are installed."""
+        self.kept_versions: set[int] = set()
+        """Versions of adapters that stay while no request runs under them: the next installation
+        removes others."""
+        self._held_versions: set[int] = set()
+        """Versions of adapters that requests may name."""
         self._install_lock = asyncio.Lock()
         self._cache_checked_version = -1
         """Version under which the prefix cache was checked last."""
@@ -218,24 +224,29 @@ class VllmEngine:
             raise EngineError(
                 f"{self._engine_args['model']} has no tokenizer.json, which stop strings need"
             )
+        if request.top_logprobs and self._engine_args["return_sampling_mask"]:
+            raise EngineError("an engine that records supports returns no most likely tokens")
         prompt_ids = request.prompt_ids.tolist()
         while True:
             await self._requests.wait_for_admission()
-            first = request.resolve_routes_from(self.version)
+            version = self.version if request.version is None else request.version
+            adapter = self._name_adapter(request.version)
+            first = request.resolve_routes_from(version)
             params = build_sampling_params(
                 request.max_tokens,
                 request.temperature,
                 request.stop_token_ids,
                 routes_from=first,
-                logprobs=0,
+                logprobs=request.top_logprobs,
                 top_p=request.top_p,
                 top_k=request.top_k,
                 min_p=request.min_p,
                 stop_strings=request.stop_strings,
+                seed=request.seed,
             )
-            running = self._requests.create_request(request.request_id, self.version)
+            running = self._requests.create_request(request.request_id, version)
             if await self._requests.run_request(
-                running, prompt_ids, params, self._build_cache_salt(), self._name_adapter()
+                running, prompt_ids, params, self._build_cache_salt(version), adapter
             ):
                 return self._build_generation(request, running, first)
 
@@ -369,6 +380,8 @@ class VllmEngine:
                 verified = time.perf_counter()
                 # Requests that enter until the workers have answered run under the old version.
                 needed = self._requests.versions_in_use | {self.version}
+                self._held_versions &= needed | self.kept_versions
+                needed |= self._held_versions
                 answers = await self._core.collective_rpc(
                     "r3_install_adapters", args=(encoded, sorted(needed))
                 )
@@ -379,6 +392,7 @@ class VllmEngine:
                 f"installing version {version} took longer than {timeout} s"
             ) from error
         _confirm_installed([answer[:2] for answer in answers], manifest)
+        self._held_versions.add(version)
         self.version = version
         paused = max(answer[2] for answer in answers)
         return InstallReport(
@@ -446,9 +460,22 @@ class VllmEngine:
         running = await self._run_single_text(
             "score", token_ids.tolist(), use_cache=False, prompt_logprobs=0
         )
-        if running.prompt_logprobs is None or len(running.prompt_logprobs) != len(token_ids) - 1:
-            raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
-        return running.prompt_logprobs
+        return _take_scores(running, len(token_ids))[0]
+
+    async def score_alternatives(
+        self, token_ids: np.ndarray, *, version: int | None = None, top_logprobs: int = 0
+    ) -> tuple[np.ndarray, TopTokens]:
+        """Return what `score_tokens` does and the most likely tokens in the same places, at most
+        20, under the version of `GenerationRequest.version`. There is no timeout here.
+        """
+        running = await self._run_text(
+            "score",
+            token_ids.tolist(),
+            version,
+            use_cache=False,
+            prompt_logprobs=top_logprobs,
+        )
+        return _take_scores(running, len(token_ids))
 
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
         """Implement `Engine.count_stale_cached_tokens`, repeating the text until it fills
@@ -576,23 +603,29 @@ class VllmEngine:
         core.close()
         await asyncio.to_thread(core.end_process)
 
-    def _build_cache_salt(self) -> str:
+    def _build_cache_salt(self, version: int) -> str:
         """Return the cache salt of a new request.
 
         Prefixes cached under other versions have other salts, so they are never hit.
         """
-        return f"version {self.version}"
+        return f"version {version}"
 
-    def _name_adapter(self) -> CoreAdapterRequest | None:
-        """Return the adapters of a new request; None if versions have all weights.
+    def _name_adapter(self, wanted: int | None = None) -> CoreAdapterRequest | None:
+        """Return the adapters of a new request of the version that it wants; None if it has all
+        weights.
 
-        Raises `EngineError` before the first version: vLLM's process would end with such a request.
+        Raises `EngineError` for a version that the engine does not hold, and before the first one:
+        vLLM's process would end with such a request.
         """
-        if self._base is None:
-            return None
-        if self.version == BASE_VERSION:
-            raise EngineError("the engine has the start model, and no version of adapters yet")
-        return build_adapter_request(self.version)
+        if wanted is None:
+            if self._base is None:
+                return None
+            if self.version == BASE_VERSION:
+                raise EngineError("the engine has the start model, and no version of adapters yet")
+            return build_adapter_request(self.version)
+        if self._base is None or wanted not in self._held_versions | {BASE_VERSION}:
+            raise EngineError(f"the engine does not hold version {wanted} beside others")
+        return None if wanted == BASE_VERSION else build_adapter_request(wanted)
 
     async def _run_single_text(
         self, name: str, ids: list[int], *, use_cache: bool, **params: Any
@@ -600,22 +633,24 @@ class VllmEngine:
         """Run a text through vLLM, all under one version, and sample one token after it."""
         try:
             async with asyncio.timeout(SCORE_TIMEOUT):
-                while True:
-                    await self._requests.wait_for_admission()
-                    running = self._requests.create_request(name, self.version)
-                    salt = self._build_cache_salt() if use_cache else None
-                    if await self._requests.run_request(
-                        running,
-                        ids,
-                        build_sampling_params(1, 0.0, **params),
-                        salt,
-                        self._name_adapter(),
-                    ):
-                        return running
+                return await self._run_text(name, ids, None, use_cache=use_cache, **params)
         except TimeoutError as error:
             raise EngineError(
                 f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text"
             ) from error
+
+    async def _run_text(
+        self, name: str, ids: list[int], wanted: int | None, *, use_cache: bool, **params: Any
+    ) -> RunningRequest:
+        while True:
+            await self._requests.wait_for_admission()
+            version = self.version if wanted is None else wanted
+            adapter = self._name_adapter(wanted)
+            running = self._requests.create_request(name, version)
+            salt = self._build_cache_salt(version) if use_cache else None
+            sampling = build_sampling_params(1, 0.0, **params)
+            if await self._requests.run_request(running, ids, sampling, salt, adapter):
+                return running
 
     def _build_generation(
         self, request: GenerationRequest, running: RunningRequest, first: int
@@ -641,6 +676,9 @@ class VllmEngine:
             stop_reason=running.finish_reason,
             supports=self._build_supports(request, running, tokens)
             if request.needs_sampling_mask
+            else None,
+            top_tokens=TopTokens(*map(np.concatenate, zip(*running.top_tokens, strict=True)))
+            if running.top_tokens
             else None,
         )
 
@@ -700,6 +738,13 @@ class VllmEngine:
             )
         rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return rows if len(self._moe_layers) == rows.shape[1] else rows[:, self._moe_layers]
+
+
+def _take_scores(running: RunningRequest, length: int) -> tuple[np.ndarray, TopTokens]:
+    scores = running.prompt_logprobs
+    if scores is None or running.top_prompt_tokens is None or len(scores) != length - 1:
+        raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
+    return scores, running.top_prompt_tokens
 
 
 def describe_start_failure(model: str, error: Exception) -> str:

@@ -42,9 +42,10 @@ class CoreFinishReason(enum.IntEnum):
 
 
 class CoreLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """The log-probs of sampled tokens, or of a prompt."""
+    """The log-probs of sampled tokens, `[n]`, or of those and of the most likely ones in their
+    places, `[n, 1 + k]`, as of a prompt."""
 
-    logprob_token_ids: Any
+    logprob_token_ids: np.ndarray
     logprobs: np.ndarray
 
 
@@ -132,6 +133,7 @@ class CoreSamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     top_k: int = 0
     min_p: float = 0.0
     extra_args: dict[str, Any] | None = None
+    seed: int | None = None
 
 
 class CoreAdapterRequest(msgspec.Struct, array_like=True, gc=False):
@@ -235,6 +237,7 @@ def build_sampling_params(
     top_k: int = 0,
     min_p: float = 0.0,
     stop_strings: tuple[str, ...] = (),
+    seed: int | None = None,
 ) -> CoreSamplingParams:
     """Return the sampling parameters of a request.
 
@@ -259,6 +262,7 @@ def build_sampling_params(
         top_k=top_k,
         min_p=min_p,
         extra_args={STOP_STRINGS_KEY: list(stop_strings)} if stop_strings else None,
+        seed=seed,
     )
 
 

@@ -32,7 +32,7 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.serial_utils": "CUSTOM_TYPE_RAW_VIEW",
         "vllm.sampling_params:SamplingParams": (
             "temperature stop_token_ids logprobs prompt_logprobs max_tokens detokenize ignore_eos "
-            "top_p top_k min_p extra_args"
+            "top_p top_k min_p extra_args seed"
         ),
         "vllm.config:VllmConfig": (
             "use_v2_model_runner additional_config scheduler_config model_config"

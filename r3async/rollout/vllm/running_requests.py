@@ -11,7 +11,7 @@ import numpy as np
 
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder
-from r3async.rollout.engine import EngineError, EngineLostError
+from r3async.rollout.engine import EngineError, EngineLostError, TopTokens
 from r3async.rollout.vllm.client import EngineCoreClient
 from r3async.rollout.vllm.messages import CoreAdapterRequest
 
@@ -25,8 +25,10 @@ class RunningRequest:
     Attributes:
         version: Version under which it entered.
         tokens: Sampled tokens.
-        logprobs: Log-probs, in pieces; so are `supports` and `routes`.
+        logprobs: Log-probs, in pieces; so are `supports`, `routes`, and the most likely tokens
+            `top_tokens`.
         prompt_logprobs: Log-probs of the prompt's tokens after the first, float32.
+        top_prompt_tokens: The most likely tokens in their places.
         cached_tokens: Number of positions taken from the prefix cache.
         finish_reason: Why the request ended; "" while it runs.
     """
@@ -42,6 +44,8 @@ class RunningRequest:
         "routes",
         "supports",
         "tokens",
+        "top_prompt_tokens",
+        "top_tokens",
         "version",
         "version_spans",
     )
@@ -55,6 +59,8 @@ class RunningRequest:
         self.routes: list[np.ndarray] = []
         self.supports: list[SupportSets] = []
         self.prompt_logprobs: np.ndarray | None = None
+        self.top_tokens: list[TopTokens] = []
+        self.top_prompt_tokens: TopTokens | None = None
         self.cached_tokens = 0
         self.finish_reason = ""
         self.needs_restart = False
@@ -64,7 +70,12 @@ class RunningRequest:
         """Add an output of vLLM's engine core."""
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
-            self.logprobs.append(output.new_logprobs.logprobs)
+            values = output.new_logprobs.logprobs
+            if values.ndim == 2:  # the sampled token is the first of each row
+                ids = output.new_logprobs.logprob_token_ids
+                self.top_tokens.append(TopTokens(ids[:, 1:], values[:, 1:]))
+                values = values[:, 0]
+            self.logprobs.append(values)
         if output.new_sampling_mask is not None:
             self.supports.append(
                 SupportSets.decode(len(output.new_token_ids), output.new_sampling_mask.token_ids)
@@ -72,9 +83,10 @@ class RunningRequest:
         if output.routed_experts is not None:
             self.routes.append(output.routed_experts)
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = np.asarray(
-                output.new_prompt_logprobs_tensors.logprobs[:, 0], np.float32
-            )
+            scores = output.new_prompt_logprobs_tensors
+            self.prompt_logprobs = np.asarray(scores.logprobs[:, 0], np.float32)
+            ids = np.asarray(scores.logprob_token_ids[:, 1:], np.int32)
+            self.top_prompt_tokens = TopTokens(ids, scores.logprobs[:, 1:])
         if output.prefill_stats is not None:
             self.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:

@@ -264,7 +264,7 @@ def _digest(tokens: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int32).data)
 
 
-def _encode(kept: KeptSequence) -> list[Buffer]:
+def _encode(kept: KeptSequence) -> Sequence[Buffer]:
     """Return a sequence as the frames of a trajectory, whose generator is the model."""
     sampled = np.arange(len(kept.tokens)) >= kept.prompt_length
     columns: dict[str, np.ndarray] = {

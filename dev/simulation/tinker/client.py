@@ -26,7 +26,7 @@ class ClientPlan(NamedTuple):
         closes: True if it closes its session; False if it goes on with heartbeats alone.
     """
 
-    index: int
+    number: int
     rank: int
     steps: int
     samples: int
@@ -101,7 +101,7 @@ class SimulatedClient:
             if status and status not in (408, 409, 429) and status < 500:
                 raise _Gone(f"{path}: {status} {answer}")
             if self._time() > deadline:
-                raise InvariantViolated("stuck", f"no answer to {path} of client {self.plan.index}")
+                raise InvariantViolated("stuck", f"no answer to {path} of client {self.plan.number}")
             await asyncio.sleep(min(0.5 * 2**attempt, 10.0))
         raise AssertionError
 
@@ -139,7 +139,7 @@ class SimulatedClient:
         try:
             await self._train()
         except _Gone as gone:
-            raise InvariantViolated("lost", f"client {self.plan.index}: {gone}") from gone
+            raise InvariantViolated("lost", f"client {self.plan.number}: {gone}") from gone
 
     async def _train(self) -> None:
         self.session_id = (await self._post("create_session", {}))["session_id"]
@@ -244,7 +244,7 @@ class SimulatedClient:
         return self._rng.randrange(100, scripted.LETHAL)
 
     def _check_result(self, request: _Request, result: dict[str, Any]) -> None:
-        where = f"client {self.plan.index}, request {request.number} ({request.path})"
+        where = f"client {self.plan.number}, request {request.number} ({request.path})"
         wrong = {token for one in request.data for token in one.tokens}
         inner = request.body.get("forward_backward_input", {})
         refused = inner.get("loss_fn") == "no_such_loss"
@@ -318,13 +318,13 @@ class SimulatedClient:
 
         async def draw() -> None:
             sampler = self._rng.choice(self._samplers[-4:])
-            prompt = [self.plan.index, *(self._draw_number() for _ in range(3))]
+            prompt = [self.plan.number, *(self._draw_number() for _ in range(3))]
             seed = self._rng.randrange(10**9)
             answer = await self._sample(sampler, prompt, seed)
             for index, sequence in enumerate(answer["sequences"]):
                 tokens = scripted.draw_tokens(sampler.weights, prompt, seed, index, 4)
                 if sequence["tokens"] != tokens:
-                    reason = f"client {self.plan.index}: not by the weights of {sampler.sampler_id}"
+                    reason = f"client {self.plan.number}: not by the weights of {sampler.sampler_id}"
                     raise InvariantViolated("sampled", reason)
                 found.append(_SampledDatum([*prompt, *tokens], sampler))
 
@@ -347,9 +347,9 @@ class SimulatedClient:
                     raise
                 continue
             if "error" in answer:
-                raise InvariantViolated("sampled", f"client {self.plan.index}: {answer}")
+                raise InvariantViolated("sampled", f"client {self.plan.number}: {answer}")
             return answer
-        raise InvariantViolated("stuck", f"a sample of client {self.plan.index}")
+        raise InvariantViolated("stuck", f"a sample of client {self.plan.number}")
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class SimulatedClient:
         number = {"model_id": self.model_id, "seq_id": next(self._numbers)}
         result = await self._finish(path, body | number)
         if result.get("category") == "user":
-            raise InvariantViolated("refused", f"client {self.plan.index}, {path}: {result}")
+            raise InvariantViolated("refused", f"client {self.plan.number}, {path}: {result}")
         return None if "error" in result else result
 
 

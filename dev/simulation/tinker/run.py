@@ -134,7 +134,7 @@ class TinkerRun:
             SimulatedClient(
                 plan,
                 self._line,
-                self.simulation.rng_for(f"client/{plan.index}"),
+                self.simulation.rng_for(f"client/{plan.number}"),
                 self._loop.time,
                 keeps_all=self.plan.kept_bytes > 2**20,
             )
@@ -163,11 +163,11 @@ class TinkerRun:
         except (DeadlockError, LimitReachedError) as error:
             self._violation = InvariantViolated("stuck", f"{type(error).__name__}: {error}")
         self.simulation.close()
-        violation = self._violation
+        found = self._violation
         return TinkerResult(
             self._seed,
-            "" if violation is None else violation.name,
-            "" if violation is None else violation.reason,
+            "" if found is None else found.name,
+            "" if found is None else found.reason,
             sum(client.steps for client in self._clients),
             self._ended_at or round(loop.now, 3),
             loop.callback_count,

@@ -265,6 +265,7 @@ async def test_an_error_of_the_backend_is_a_result_and_the_next_request_runs(cli
 def malformed(client):
     """(path, body or raw bytes, status) of requests that no client may send."""
     model, big = client.model_id, 2**31
+    draws = itertools.count(1)
     step = {"model_id": model, "seq_id": 1}
     sampler = f"{client.session_id}:sample:0"
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
@@ -273,7 +274,8 @@ def malformed(client):
         return training(client, None, data, loss, config) | changes
 
     def draw(params=None, **changes):
-        body = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 2} | (params or {})}
+        limits = {"max_tokens": 2} | (params or {})
+        body = {"sampling_session_id": sampler, "seq_id": next(draws), "prompt": prompt, "sampling_params": limits}
         return body | changes
 
     paths = [
@@ -332,7 +334,7 @@ def malformed(client):
     yield "forward_backward", train(config={"beta": 1.0}), 400
     yield "forward_backward", train(loss="ppo", config={"clip_low_threshold": "x"}), 400
     yield "forward_backward", {"model_id": model}, 400
-    yield "forward_backward", train(model_id="nobody"), 404
+    yield "forward_backward", train(model_id="nobody", seq_id=1), 404
     yield "forward_backward", train(seq_id="one"), 400
     for params in ({"learning_rate": -1}, {"beta1": 1.0}, {"eps": -1e-9}, {"lr": 1e-4}, {"beta2": "x"}):
         yield "optim_step", step | {"adam_params": params}, 400

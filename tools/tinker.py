@@ -40,7 +40,12 @@ ADAPTERS = {"rank": 32, "deliver": "adapter", "targets": ["self_attn"]}
 def build_tinker_config(model: str, overrides: Sequence[str]) -> Config:
     """Return the settings of a server of `model`. Raises `ConfigError`."""
     base = config_from_dict(
-        {"name": DEFAULT_NAME, "model": {"path": model}, "learner": {"lora": ADAPTERS}}
+        {
+            "name": DEFAULT_NAME,
+            "model": {"path": model},
+            "learner": {"lora": ADAPTERS},
+            "episode": {"max_prompt_tokens": 1},  # nothing reads it: a request says its lengths
+        }
     )
     config = apply_overrides(base, overrides, "tinker")
     refuse_literal_secrets(config, overrides)

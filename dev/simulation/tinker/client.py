@@ -101,7 +101,9 @@ class SimulatedClient:
             if status and status not in (408, 409, 429) and status < 500:
                 raise _Gone(f"{path}: {status} {answer}")
             if self._time() > deadline:
-                raise InvariantViolated("stuck", f"no answer to {path} of client {self.plan.number}")
+                raise InvariantViolated(
+                    "stuck", f"no answer to {path} of client {self.plan.number}"
+                )
             await asyncio.sleep(min(0.5 * 2**attempt, 10.0))
         raise AssertionError
 
@@ -324,7 +326,9 @@ class SimulatedClient:
             for index, sequence in enumerate(answer["sequences"]):
                 tokens = scripted.draw_tokens(sampler.weights, prompt, seed, index, 4)
                 if sequence["tokens"] != tokens:
-                    reason = f"client {self.plan.number}: not by the weights of {sampler.sampler_id}"
+                    reason = (
+                        f"client {self.plan.number}: not by the weights of {sampler.sampler_id}"
+                    )
                     raise InvariantViolated("sampled", reason)
                 found.append(_SampledDatum([*prompt, *tokens], sampler))
 

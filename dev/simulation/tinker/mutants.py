@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from dev.simulation.mutants import PlantedMutant, replace_attribute
 from r3async.tinker.futures import ResultFutures
 from r3async.tinker.kept_sequences import KeptSequences
@@ -70,17 +68,6 @@ def answers_forgotten(list_numbers: Any) -> Any:
         return [] if kind is Answer else list_numbers(self, kind)
 
     return list_some
-
-
-@plant(ModelTraining, "_find_state")
-def last_request_of_a_state_made_again(find_state: Any) -> Any:
-    """A restored model has the last request of its state twice, if that was not removed yet."""
-
-    async def find_one_less(self: ModelTraining, model: TrainedModel) -> Any:
-        state = await find_state(self, model)
-        return state and msgspec.structs.replace(state, seq_id=state.seq_id - 1)
-
-    return find_one_less
 
 
 @plant(ModelTraining, "_restore")

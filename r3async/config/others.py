@@ -24,7 +24,8 @@ _ACCUMULATION_NOTE = (
 )
 _PACKING_NOTE = "- it follows from the packed tokens: see `learner.max_tokens_per_micro_batch`"
 _NO_CRITIC_NOTE = (
-    "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
+    "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`, which "
+    "is 'grpo' if unset)"
 )
 _ENGINE_TP_NOTE = "of an engine; the learner's is `learner.parallel.tp`"
 _ENGINE_COUNT_NOTE = "engines, each in a process of its own"

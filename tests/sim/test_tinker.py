@@ -52,9 +52,9 @@ def test_every_defect_that_is_planted_is_found(mutant):
 
 
 def test_a_mutant_is_taken_back():
-    before = run_seed(3)
-    assert run_seed(3, "snapshots_stay").violated == "snapshots"
-    assert run_seed(3).digest == before.digest
+    before = run_seed(0)
+    assert run_seed(0, "snapshots_stay").violated == "snapshots"
+    assert run_seed(0).digest == before.digest
 
 
 DIGESTS = """
@@ -92,7 +92,7 @@ def test_the_command_says_what_it_ran_and_what_failed():
     options = {"jobs": 1, "print_line": lines.append}
     assert simulate_tinker_command(seeds=1, first=3, mutant="", **options) == 0
     assert lines[0].startswith("1 runs, ")
-    assert simulate_tinker_command(seeds=1, first=3, mutant="snapshots_stay", **options) == 0
-    assert lines[-1].startswith("seed 3 violates snapshots: ")
+    assert simulate_tinker_command(seeds=1, first=0, mutant="snapshots_stay", **options) == 0
+    assert lines[-1].startswith("seed 0 violates snapshots: ")
     with pytest.raises(ConfigError, match="must be one of"):
         simulate_tinker_command(seeds=1, first=3, mutant="none", **options)

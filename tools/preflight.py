@@ -51,6 +51,7 @@ from .model_checks import (
     check_buildable,
     check_engine_config,
     check_model_directory,
+    check_model_files,
     check_model_kind,
     check_planned_adapters,
     check_teacher,
@@ -295,7 +296,9 @@ def _check_learner(config: Config, command: Command) -> None:
 
 
 def _check_model_files(config: Config, command: Command) -> None:
-    if config.model.path:
+    if command == "tinker":  # clients render messages themselves
+        check_model_files(config.model.path, "model.path")
+    elif config.model.path:
         check_model_directory(config.model.path)
     elif command == "sft":
         raise ConfigError(

@@ -56,8 +56,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
             have been sampled), from an engine that was built to record it.
         stop_strings: Strings that end the answer. The first one that appears ends it, with the
             token that completes it.
-        version: The version of adapters to run under, which the engine must hold, or `BASE_VERSION`
-            for the weights without any; by default the one that was installed last.
+        version: The version of adapters to run under, which the engine must hold; by default the
+            one that was installed last.
         seed: Seed of this request's sampling; by default it is part of the engine's.
         top_logprobs: Number of most likely tokens wanted in each sampled token's place, at most 20.
     """

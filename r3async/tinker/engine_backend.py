@@ -120,6 +120,8 @@ class EngineBackend:
         self._engine_lock = asyncio.Lock()
         self._numbers = itertools.count()
         self._base: WeightManifest | None = None
+        self._zero_version = BASE_VERSION
+        """Number of the file of adapters that are 0."""
         self._snapshots: dict[str, _OpenSnapshot] = {}
         """Open snapshots, those that were sampled from last at the end."""
         self._newest = BASE_SNAPSHOT.name
@@ -274,10 +276,15 @@ class EngineBackend:
         await self._lane.run(self._copy_version, manifest, directory)
 
     def _write_base(self) -> None:
+        """Write the base model, and adapters that are 0, under which it is sampled from: in vLLM
+        (0.30, on CPU) a request without adapters has those of another one in its step."""
         if self._trains_adapters:
             assert self._ranks is not None
             self._base = None
             self._base = self._write_version(self._ranks, BASE_VERSION)
+            self._zero_version = next(self._numbers)
+            zeros = self._write_version(self._ranks, self._zero_version)
+            self._snapshots[BASE_SNAPSHOT.name] = _OpenSnapshot(zeros)
 
     def _write_version(
         self, ranks: LocalRank | RemoteRanks, number: int, model_id: str | None = None
@@ -287,7 +294,7 @@ class EngineBackend:
             ranks.call_verb(partial(_use_client, model_id))
         ranks.snapshot_weights(number)
         try:
-            manifest = ranks.write_version([BASE_VERSION]).manifest
+            manifest = ranks.write_version([BASE_VERSION, self._zero_version]).manifest
         except OSError:
             ranks.discard_snapshot()
             raise
@@ -416,8 +423,6 @@ class EngineBackend:
         async with self._engine_lock:
             engine = self._engine
             assert engine is not None
-            if snapshot.name == BASE_SNAPSHOT.name and self._trains_adapters:
-                return engine, BASE_VERSION
             opened = self._snapshots.pop(snapshot.name, None)
             if opened is None and snapshot.name != BASE_SNAPSHOT.name:
                 raise StateLostError(snapshot.name)

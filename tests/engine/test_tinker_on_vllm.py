@@ -158,9 +158,13 @@ def test_clients_have_their_own_weights_beside_each_other(service, backend):
     assert alone[0][-1] != alone[1][-1]
     samplers = [client.save_weights_and_get_sampling_client().result() for client in beside]
     texts = [ask(sampler, temperature=0.0)[0].tokens for sampler in samplers]
-    base = ask(service.create_sampling_client(base_model="tiny/moe").result(), temperature=0.0)[0].tokens
-    assert len({tuple(tokens) for tokens in [*texts, base]}) == 3
-    assert [ask(sampler, temperature=0.0)[0].tokens for sampler in samplers] == texts
+    samplers.append(service.create_sampling_client(base_model="tiny/moe").result())
+    base = ask(samplers[-1], temperature=0.0)[0].tokens
+    texts.append(base)
+    assert len({tuple(tokens) for tokens in texts}) == 3
+    asked = types.ModelInput.from_ints(PROMPT)
+    together = [sampler.sample(asked, 1, SP(max_tokens=12, temperature=0.0)) for sampler in samplers]
+    assert [call.result().sequences[0].tokens for call in together] == texts
 
 
 def test_saved_weights_come_back(service, client):

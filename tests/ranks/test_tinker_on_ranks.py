@@ -16,6 +16,7 @@ from r3async.tinker.protocol import Datum
 from tests.helpers import lora as hl
 from tests.helpers.models import VOCAB, make_hf_model, random_routes
 
+LAYERS = 4
 LENGTHS = [9, 14, 5, 11, 7]
 LAYOUTS = {
     "dp2": {"dp": 2},
@@ -30,7 +31,7 @@ CLIENTS = {"a": 2, "b": hl.RANK}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return make_hf_model(tmp_path_factory.mktemp("model"))
+    return make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=LAYERS)
 
 
 def make_batch(loss: str, count: int) -> LossBatch:
@@ -53,7 +54,7 @@ def make_batch(loss: str, count: int) -> LossBatch:
         inputs["target_tokens"] = targets.astype(np.int64)
         recorded = np.ones(length, bool)
         datum = Datum(tokens[:-1].astype(np.int32), inputs, [], [])
-        data.append(RoutedDatum(datum, random_routes(rng, length), recorded, np.zeros(length, np.int32)))
+        data.append(RoutedDatum(datum, random_routes(rng, length, LAYERS), recorded, np.zeros(length, np.int32)))
     return LossBatch(loss, check_loss(loss, {}), data, 1)
 
 

@@ -623,9 +623,9 @@ class VllmEngine:
             if self.version == BASE_VERSION:
                 raise EngineError("the engine has the start model, and no version of adapters yet")
             return build_adapter_request(self.version)
-        if self._base is None or wanted not in self._held_versions | {BASE_VERSION}:
+        if wanted not in self._held_versions:
             raise EngineError(f"the engine does not hold version {wanted} beside others")
-        return None if wanted == BASE_VERSION else build_adapter_request(wanted)
+        return build_adapter_request(wanted)
 
     async def _run_single_text(
         self, name: str, ids: list[int], *, use_cache: bool, **params: Any

@@ -19,9 +19,9 @@ from r3async.actors.remote_generators import (
     publish_model_files,
     write_engine_model,
 )
+from r3async.actors.run_directory import RunDirectory, restart_run
 from r3async.actors.run_placements import RunPlacements, reserve_placements
 from r3async.actors.run_setup import RunSetup
-from r3async.actors.start_or_resume import RunDirectory, restart_run
 from r3async.checkpoint import Checkpoint, CheckpointDirectory
 from r3async.checkpoint.resume_checks import fingerprint_model
 from r3async.checkpoint.run_starts import RunIdentity, begin_lineage, describe_origin

@@ -45,7 +45,7 @@ from r3async.world.stages import stage
 from .process import ActorNotLoaded, prepare_process
 
 if TYPE_CHECKING:
-    from r3async.checkpoint.tensors import RankCopy, RankState
+    from r3async.checkpoint.rank_files import RankCopy, RankState
     from r3async.learner.backend import LearnerBackend
 
 
@@ -247,7 +247,7 @@ class LocalRank:
     def write_checkpoint(self, directory: Path) -> list[FileEntry]:
         """Write the staged state into `directory`, and drop it even if that fails. May be called
         from any thread, beside a step."""
-        from r3async.checkpoint.tensors import write_rank_file
+        from r3async.checkpoint.rank_files import write_rank_file
 
         held = self._staged_checkpoint
         self._staged_checkpoint = None
@@ -275,7 +275,7 @@ class LocalRank:
 
     def stage_recovery_copy(self) -> None:
         """Copy what `stage_checkpoint` copies, for `take_recovery_copy`."""
-        from r3async.checkpoint.tensors import RankCopy
+        from r3async.checkpoint.rank_files import RankCopy
 
         with stage("checkpoint"):
             self._staged_recovery_copy = RankCopy.from_state(self.backend.capture_state())
@@ -291,7 +291,7 @@ class LocalRank:
 
     def restore_from_copies(self, *parts: RankCopy) -> None:
         """Continue from the copies that every rank made after the same step."""
-        from r3async.checkpoint.tensors import LearnerStateReader
+        from r3async.checkpoint.rank_files import LearnerStateReader
 
         self.backend.restore_state(LearnerStateReader(parts, files=self._world.files))
 

@@ -56,8 +56,8 @@ def train(
     subclasses of `RunFailed`.
     """
     from r3async.actors.driver import RunLauncher
-    from r3async.tools.train import StopRequest
-    from r3async.tools.train import train as train_config
+    from r3async.tools.training_session import StopRequest
+    from r3async.tools.training_session import train as train_config
 
     named_settings, objects = _name_objects(environment, reward, settings)
     register_objects(objects)

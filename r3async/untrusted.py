@@ -81,6 +81,25 @@ def decode_python_json(data: bytes | str) -> Any:
     return value
 
 
+def decode_model_config(data: bytes) -> Any:
+    """Return the value of a model's `config.json`; see `decode_python_json`.
+
+    Where a number is not finite, transformers writes an object, as `{"__float__": "Infinity"}`, and
+    reads the number again (`PreTrainedConfig`, 5.24).
+    """
+    return _restore_floats(decode_python_json(data))
+
+
+def _restore_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restore_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
+        return float(value["__float__"])
+    return {name: _restore_floats(each) for name, each in value.items()}
+
+
 @overload
 def decode_msgpack(
     data: EncodedData, kind: type[T], hook: Callable[[type, Any], Any] | None = None

@@ -95,7 +95,7 @@ def train(
         return _print_plan(config, overrides or [], json, runs)
     from r3async.world.process_output import ignore_command_output_errors
 
-    from .train import train as run
+    from .training_session import train as run
 
     ignore_command_output_errors()
     run(config, preset, root=runs)

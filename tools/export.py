@@ -54,7 +54,7 @@ def export_adapter(
 
     No model is loaded. Everything else is as in `export_model`.
     """
-    from r3async.checkpoint.tensors import TensorSlice
+    from r3async.checkpoint.rank_files import TensorSlice
     from r3async.learner.lora import save_adapter
 
     if directory.exists():

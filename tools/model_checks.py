@@ -24,7 +24,7 @@ from r3async.data.model_shape import (
 from r3async.learner import LearnerError
 from r3async.learner.adapter_targets import select_targets
 from r3async.rollout.vllm.engine_packages import has_torchvision
-from r3async.untrusted import decode_python_json
+from r3async.untrusted import decode_model_config
 from r3async.world.processes import pause_garbage_collector
 
 from .adapted import list_adaptable_matrices
@@ -128,7 +128,7 @@ def _check_shards(path: Path, label: str) -> None:
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:
     try:
-        data = decode_python_json(path.read_bytes())
+        data = decode_model_config(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{label}: {path.name} cannot be read: {error}") from error
     return data if isinstance(data, dict) else {}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from r3async.actors import start_or_resume
+from r3async.actors import run_directory
 from r3async.config import Config, ConfigError
 from r3async.world import EventReporter, ignore_event
 from r3async.world.files import DISK_FULL_ERRNOS
@@ -30,12 +30,12 @@ def open_named_run(
     print_line: Callable[[str], object],
     root: Path = Path("runs"),
     report_event: EventReporter = ignore_event,
-) -> start_or_resume.RunDirectory:
-    """Open `runs/NAME` with `r3async.actors.start_or_resume.open_run_directory`, and point
+) -> run_directory.RunDirectory:
+    """Open `runs/NAME` with `r3async.actors.run_directory.open_run_directory`, and point
     `runs/latest` at it."""
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = asyncio.run(
-        start_or_resume.open_run_directory(config, root / name, print_line, report_event)
+        run_directory.open_run_directory(config, root / name, print_line, report_event)
     )
     try:
         _link_latest(root, name)
@@ -49,7 +49,7 @@ def check_named_run(config: Config, root: Path) -> None:
     """Check that `runs/NAME`, if it exists, can be resumed with these settings; see
     `check_run_directory`."""
     if config.name:
-        start_or_resume.check_run_directory(config, root / config.name)
+        run_directory.check_run_directory(config, root / config.name)
 
 
 def _link_latest(root: Path, name: str) -> None:

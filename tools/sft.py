@@ -34,7 +34,7 @@ from .sft_data import SupervisedRows
 from .tail.live import LiveView, describe_step
 from .terminal import SafeConsole
 from .traffic import format_bytes
-from .train import (
+from .training_session import (
     MetricsForwarder,
     StoppedWhileLoading,
     StopRequest,
@@ -44,7 +44,7 @@ from .train import (
 )
 
 if TYPE_CHECKING:
-    from r3async.actors.start_or_resume import RunDirectory
+    from r3async.actors.run_directory import RunDirectory
     from r3async.data.versions import Lineage
     from r3async.learner.micro_batches import MicroBatch
 

@@ -179,7 +179,7 @@ def train_in_process(
 
 def train_in_job(job: dict[str, Any], directory: Path) -> None:
     """Train in the job's process. The run's output is kept in `console.txt`."""
-    from r3async.tools.train import train
+    from r3async.tools.training_session import train
 
     with (directory / "console.txt").open("w") as file:
         train(config_from_dict(job), "bench", Console(file=file), root=directory)

@@ -210,7 +210,7 @@ class ScenarioRun:
         self, kind: type[ChaosScenario], faults: int, noise: NoiseRates, roles: Sequence[Role]
     ) -> ChaosReport:
         from dev.chaos.actors import chaos_directory, make_chaos_launcher
-        from r3async.tools.train import train
+        from r3async.tools.training_session import train
 
         # A scenario sets how a model is initialized, which a run with a given model does not read.
         # So these settings are not checked as those of a command line.

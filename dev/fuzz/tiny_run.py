@@ -17,7 +17,7 @@ from r3async.checkpoint import (
     restore_admission,
     rewind_records,
 )
-from r3async.checkpoint.tensors import TensorSlice, write_rank_file
+from r3async.checkpoint.rank_files import TensorSlice, write_rank_file
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.optimizer import MasterAdamW

@@ -220,8 +220,8 @@ def _iter_facts(
     import numpy as np
     import torch
 
-    from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
-    from r3async.checkpoint.tensors import TensorSlice as Slice
+    from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
+    from r3async.checkpoint.rank_files import TensorSlice as Slice
     from r3async.learner.train_step import train_step
     from r3async.weights.host_weights import copy_share_to_host, copy_to_host
     from r3async.weights.version_store import VersionStore

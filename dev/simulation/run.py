@@ -31,7 +31,7 @@ from dev.simulation.workload import CHUNK_BYTES, draw_workload
 from dev.simulation.world import SimulatedHost
 from r3async.actors.driver import RunLauncher, supervise_run
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
-from r3async.actors.start_or_resume import LOCK_WAIT_SECONDS, open_run_directory
+from r3async.actors.run_directory import LOCK_WAIT_SECONDS, open_run_directory
 from r3async.checkpoint import CheckpointError
 from r3async.config import Config, ConfigError, InitConfig
 from r3async.data.model_shape import read_moe_layers

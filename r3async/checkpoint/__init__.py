@@ -11,9 +11,8 @@ from r3async.checkpoint.manifest import CheckpointError, FileEntry
 from r3async.checkpoint.resume_checks import (
     check_resume_settings,
     check_start_model,
-    restore_admission,
-    rewind_records,
 )
+from r3async.checkpoint.rewind import restore_admission, rewind_records
 from r3async.checkpoint.state import RunState
 from r3async.checkpoint.writer import CheckpointSchedule, CheckpointWriter
 

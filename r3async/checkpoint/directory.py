@@ -41,7 +41,7 @@ from r3async.world.files import make_directory, read_file
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
-    from r3async.checkpoint.tensors import LearnerStateReader
+    from r3async.checkpoint.rank_files import LearnerStateReader
 
 
 STATE_FILE = "run.json"
@@ -64,7 +64,7 @@ class Checkpoint:
     def open_learner_state(self) -> LearnerStateReader:
         """Return a reader for the files that the learner's ranks wrote, for
         `LearnerBackend.restore_state`. Raises `CheckpointError`."""
-        from r3async.checkpoint.tensors import LearnerStateReader
+        from r3async.checkpoint.rank_files import LearnerStateReader
 
         names = [f.name for f in self.manifest.files if f.name.startswith("learner-")]
         return LearnerStateReader([self.path / name for name in names], files=self.files)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.checkpoint.tensors import LearnerStateReader, RankState
+from r3async.checkpoint.rank_files import LearnerStateReader, RankState
 from r3async.config import Config
 from r3async.data.routes import route_dtype
 from r3async.data.tokens import Sample, TokenTable
@@ -373,7 +373,7 @@ class LearnerBackend:
     # -- saved state -------------------------------------------------------------------------------
 
     def capture_state(self) -> RankState:
-        """Capture this rank's state for `checkpoint.tensors.write_rank_file`, see
+        """Capture this rank's state for `checkpoint.rank_files.write_rank_file`, see
         `state.capture_learner_state`.
 
         Not collective, but all ranks have to capture theirs between the same two steps. The

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from r3async.checkpoint.tensors import TensorSlice
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.config import LoraConfig
 from r3async.learner.rank_group import RankGroup
 from r3async.learner.row_shares import to_local

@@ -20,7 +20,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.checkpoint.tensors import TensorSlice
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.config import Config
 from r3async.data.model_shape import read_moe_layers
 from r3async.learner.backend import LearnerBackend, MicroBatchLoss, MicroBatchScores

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from r3async.checkpoint.tensors import TensorSlice
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.learner.row_shares import RowShare
 from r3async.learner.tensor_layout import WHOLE_TENSOR, SelectedRows, TensorLayout
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3async.checkpoint.manifest import CheckpointError
-from r3async.checkpoint.tensors import (
+from r3async.checkpoint.rank_files import (
     LearnerMetadata,
     LearnerStateReader,
     RankState,

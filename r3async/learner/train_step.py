@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
+from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
 from r3async.learner.distillation import add_teacher_advantages
 from r3async.learner.drift_metrics import compute_gap_moments
 from r3async.learner.limited_update import update_in_trust_region

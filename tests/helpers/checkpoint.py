@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from r3async.checkpoint import CheckpointDirectory, FileEntry, RunState
-from r3async.checkpoint.state import TrainingState
-from r3async.checkpoint.tensors import (
+from r3async.checkpoint.rank_files import (
     LearnerMetadata,
     LearnerStateReader,
     RankState,
@@ -19,6 +18,7 @@ from r3async.checkpoint.tensors import (
     TensorSlice,
     write_rank_file,
 )
+from r3async.checkpoint.state import TrainingState
 from r3async.config import Config, config_from_dict
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend

@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.tensors import LearnerStateReader
+from r3async.checkpoint.rank_files import LearnerStateReader
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import assert_same, begun, continued, fresh, in_two_parts, on_ranks, paths, settings

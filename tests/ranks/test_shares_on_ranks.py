@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3async.checkpoint.tensors import write_rank_file
+from r3async.checkpoint.rank_files import write_rank_file
 from r3async.config import Config
 from r3async.learner import build_learner
 from tests.helpers.checkpoint import assert_same, batches, begun, continued, fresh, on_ranks, paths, settings, train

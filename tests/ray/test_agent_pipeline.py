@@ -24,7 +24,7 @@ from r3async.record.route_verification import verify_routes
 from r3async.record.routes import RouteIndex
 from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import OracleDemonstrations, build_byte_tokenizer, build_random_model
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from r3async.views.report import write_report
 from tests.helpers.agents import CLIENTS
 

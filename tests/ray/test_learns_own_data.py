@@ -14,7 +14,7 @@ from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.init_model import init_model
 from r3async.tools.sft import run_sft
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 

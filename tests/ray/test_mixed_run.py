@@ -10,7 +10,7 @@ from rich.console import Console
 from r3async.actors.process import NotTrained
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

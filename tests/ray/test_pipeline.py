@@ -17,7 +17,7 @@ from r3async.record.reading import read_json_objects
 from r3async.record.route_verification import verify_routes
 from r3async.record.routes import RouteIndex
 from r3async.tools.inspect.routes import print_routes, print_verification
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from r3async.views.episodes import RunTokenizer
 from r3async.views.summary import summarize_run
 

@@ -18,7 +18,7 @@ from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.plan import make_run_plan
 from r3async.tools.presets import list_preset_paths
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from r3async.world import ActorOptions, World
 from r3async.world.real import REAL_WORLD
 from tests.helpers.starts import SHORT, PlacedLauncherOnRay, make_described_model

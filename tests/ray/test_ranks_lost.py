@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from r3async.actors.rank_actor import RankActor
 from r3async.actors.ranks import RemoteRanks
-from r3async.checkpoint.tensors import LearnerStateReader
+from r3async.checkpoint.rank_files import LearnerStateReader
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import contents, paths, settings
 from tests.helpers.parity import BUDGET, LENGTHS, of_rank

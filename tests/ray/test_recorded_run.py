@@ -7,7 +7,7 @@ from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.record.recording import find_recorded_steps
 from r3async.tools.replay import replay_run
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(400)]
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from r3async.config import load_config
 from r3async.envs import Message, StepResult
 from r3async.record.reading import read_json_objects
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from tests.ray.test_resume_run import events
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]

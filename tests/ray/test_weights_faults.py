@@ -9,7 +9,7 @@ import pytest
 from r3async.actors.process import RunFailed
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from tests.helpers.engine import needs_fp8_cache
 

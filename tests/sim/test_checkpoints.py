@@ -19,12 +19,12 @@ from dev.simulation.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
 from dev.simulation.loop import ProcessKilled
 from dev.simulation.processes import HostProcess
 from dev.simulation.world import Simulation
-from r3async.actors.start_or_resume import open_run_directory
+from r3async.actors.run_directory import open_run_directory
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, find_checkpoint
 from r3async.checkpoint.manifest import CheckpointUnreadable
+from r3async.checkpoint.rank_files import TensorSlice, write_rank_file
 from r3async.checkpoint.run_starts import begin_lineage, describe_origin
 from r3async.checkpoint.state import RECORD_FILES
-from r3async.checkpoint.tensors import TensorSlice, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict
 from r3async.world import Files, World
 from r3async.world.appending import AppendFile

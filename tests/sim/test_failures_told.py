@@ -14,7 +14,7 @@ from r3async.record.reading import read_json_objects
 from r3async.tools.outlets import MetricsForwarder
 from r3async.tools.tail.lines import print_run_lines
 from r3async.tools.tail.live import LiveView, describe_step
-from r3async.tools.train import report_ended_run
+from r3async.tools.training_session import report_ended_run
 from r3async.views.follow import FollowedRun
 from r3async.views.report import write_report
 from r3async.views.summary import MAX_FAILURE_KINDS, RunHistory, summarize_run

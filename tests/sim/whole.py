@@ -12,7 +12,7 @@ from dev.simulation.processes import HostProcess
 from dev.simulation.world import SimulatedHost, Simulation
 from r3async.actors.driver import RunLauncher, supervise_run
 from r3async.actors.generator import GeneratorActor
-from r3async.actors.start_or_resume import open_run_directory
+from r3async.actors.run_directory import open_run_directory
 from r3async.config import load_config
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects

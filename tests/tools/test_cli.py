@@ -13,7 +13,7 @@ from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.manifest import CheckpointUnreadable
 from r3async.config import ConfigError
 from r3async.tools.cli import main
-from r3async.tools.train import StoppedWhileLoading, StopRequest, handle_stop_signals
+from r3async.tools.training_session import StoppedWhileLoading, StopRequest, handle_stop_signals
 from tests.helpers.cli import run_program, typed
 
 
@@ -41,7 +41,7 @@ def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_ba
 def test_the_same_signal_twice_at_once_is_one_request_and_later_a_second_one(monkeypatch):
     """`timeout` sends its signal to the command, and then to the group of the command."""
     now = 100.0
-    monkeypatch.setattr("r3async.tools.train.time.monotonic", lambda: now)
+    monkeypatch.setattr("r3async.tools.training_session.time.monotonic", lambda: now)
     request = StopRequest()
     with handle_stop_signals(request):
         with pytest.raises(StoppedWhileLoading):
@@ -116,7 +116,7 @@ def test_the_exit_code_of_train_says_how_it_ended(error, code, tmp_path, monkeyp
             raise error
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("r3async.tools.train.train", end)
+    monkeypatch.setattr("r3async.tools.training_session.train", end)
     monkeypatch.setattr(sys, "argv", ["r3async", "train", "quickstart"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -100,6 +100,13 @@ def test_a_key_that_follows_from_transformers_own_is_missed_with_its_value(kind,
         check(tmp_path, {name: known for name, known in whole.items() if name != key}, on_cpu=False)
 
 
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "olmoe", "gpt_oss"])
+def test_what_transformers_writes_by_default_is_accepted(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    check(tmp_path, needed(kind) | described, on_cpu=False)
+
+
 def test_the_text_part_of_a_larger_model_is_what_counts(tmp_path):
     with pytest.raises(ConfigError, match="qwen3_5_moe_text in bfloat16 only"):
         check(

@@ -58,7 +58,7 @@ def test_the_face_costs_nothing_before_it_is_used(tmp_path):
 
 @pytest.mark.long
 def test_train_is_the_function_whatever_was_imported_before(tmp_path):
-    code = "import r3async.learner.trainer, r3async.tools.train, r3async; assert callable(r3async.train)"
+    code = "import r3async.learner.trainer, r3async.tools.training_session, r3async; assert callable(r3async.train)"
     assert run(sys.executable, "-c", code, cwd=tmp_path, path=ROOT).returncode == 0
 
 

@@ -10,7 +10,7 @@ import pytest
     "module",
     [
         "r3async.tools.cli",
-        "r3async.tools.train",
+        "r3async.tools.training_session",
         "r3async.actors.driver",
         "r3async.actors.conductor",
         "r3async.actors.generator",

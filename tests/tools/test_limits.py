@@ -17,7 +17,7 @@ from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.version_delivery import VersionInstaller
 from r3async.config import config_to_dict, load_config
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from r3async.world import ActorLostError
 from r3async.world.real import REAL_WORLD
 from tests.helpers.fleet import Events, Generator, published

@@ -14,7 +14,7 @@ from r3async.tools.init_model import init_model
 from r3async.tools.plan import make_run_plan
 from r3async.tools.presets import describe_preset, describe_presets, list_preset_paths, read_preset_header
 from r3async.tools.submit.commands import app as submit
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from tests.sim.test_presets_run import PRESETS, rows_for
 
 PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "stepwise_search"} | {

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from r3async.actors.start_or_resume import open_run_directory as open_run_of
-from r3async.actors.start_or_resume import restart_run
+from r3async.actors.run_directory import open_run_directory as open_run_of
+from r3async.actors.run_directory import restart_run
 from r3async.checkpoint import CheckpointDirectory, CheckpointError
 from r3async.checkpoint.resume_checks import fingerprint_model
 from r3async.checkpoint.run_starts import begin_lineage, describe_origin
@@ -254,7 +254,7 @@ def test_to_start_again_keeps_the_old_one_under_another_name(tmp_path, model, sa
 
 
 def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monkeypatch):
-    monkeypatch.setattr("r3async.actors.start_or_resume.LOCK_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("r3async.actors.run_directory.LOCK_WAIT_SECONDS", 0.2)
     running = open_named_run(configured(model), "quickstart", said.append, tmp_path)
     with pytest.raises(ConfigError, match="is in use by another process"):
         open_named_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)

@@ -19,7 +19,7 @@ from r3async.checkpoint.run_lock import RunLock
 from r3async.config import BufferConfig, ConfigError, load_config
 from r3async.data.wire import encode_trajectory
 from r3async.tools.run_dir import explain_full_disk, open_named_run
-from r3async.tools.train import train
+from r3async.tools.training_session import train
 from r3async.transport.spool import Spool
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL_WORLD

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.checkpoint.resume_checks import rewind_records
+from r3async.checkpoint.rewind import rewind_records
 from r3async.checkpoint.state import ConductorState
 from r3async.world.appending import AppendFile, RecordFlusher, whole_record_bytes
 from r3async.world.disk import SYSTEM_FILES, SystemFile, SystemFiles

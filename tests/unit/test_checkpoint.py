@@ -12,7 +12,7 @@ import torch
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, find_checkpoint, open_checkpoint
 from r3async.checkpoint.evaluations import EvaluationFile, read_evaluations, write_evaluation
 from r3async.checkpoint.manifest import CheckpointManifest, FileEntry, IncompatibleCheckpoint, decode_manifest
-from r3async.checkpoint.tensors import LearnerStateReader, TensorSlice, write_rank_file
+from r3async.checkpoint.rank_files import LearnerStateReader, TensorSlice, write_rank_file
 from r3async.world.files import read_file
 from tests.helpers.checkpoint import run_state, tiny_state, write_checkpoint
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
+from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict
 from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError, build_learner

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.checkpoint.manifest import CheckpointError
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.checkpoint.resume_checks import check_resume_settings
-from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig, config_from_dict, config_to_dict
 from r3async.learner import LearnerError
 from r3async.learner.lora import LoraAdapter

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from r3async.checkpoint.tensors import TensorSlice
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.config import LearnerConfig, config_from_dict
 from r3async.learner.host_moments import HostMoments
 from r3async.learner.optimizer import MasterAdamW

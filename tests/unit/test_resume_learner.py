@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
+from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
 from r3async.learner import build_learner
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm

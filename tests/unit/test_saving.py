@@ -18,9 +18,10 @@ from r3async.checkpoint import (
     open_checkpoint,
     restore_admission,
 )
-from r3async.checkpoint.resume_checks import fingerprint_model, rewind_records
+from r3async.checkpoint.rank_files import write_rank_file
+from r3async.checkpoint.resume_checks import fingerprint_model
+from r3async.checkpoint.rewind import rewind_records
 from r3async.checkpoint.state import ConductorState, decode_state, encode_state
-from r3async.checkpoint.tensors import write_rank_file
 from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, config_to_dict, load_config
 from r3async.record.events import open_event_log
 from r3async.record.reading import read_json_objects

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.actors.rank_actor import LocalRank
-from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
+from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
 from r3async.config import ConfigError, load_config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import validate_routes

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import r3async
-from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
-from r3async.checkpoint.tensors import TensorSlice as Part
+from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
+from r3async.checkpoint.rank_files import TensorSlice as Part
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.micro_batches import MicroBatch, pack_samples

@@ -20,7 +20,7 @@ from r3async.data.versions import UNKNOWN_LINEAGE, Lineage
 from r3async.world.files import read_file
 
 if TYPE_CHECKING:
-    from r3async.checkpoint.tensors import RankFile
+    from r3async.checkpoint.rank_files import RankFile
 
 
 class FileStatus(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class CheckpointContents(msgspec.Struct):
 def inspect_checkpoint(path: Path) -> CheckpointContents:
     """Read everything that is readable, even of a damaged checkpoint. Takes as long as reading the
     whole checkpoint."""
-    from r3async.checkpoint.tensors import RankFile  # loads torch
+    from r3async.checkpoint.rank_files import RankFile  # loads torch
 
     seen = CheckpointContents(str(path))
     try:

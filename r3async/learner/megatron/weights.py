@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.checkpoint.tensors import TensorSlice
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner.megatron.model import HiddenStatesModel
 from r3async.learner.model import MegatronModelShape, check_tensor_shapes, read_tensor_shapes

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 
-from r3async.checkpoint.tensors import TensorSlice
+from r3async.checkpoint.rank_files import TensorSlice
 from r3async.config import Config, LearnerConfig
 from r3async.data.models import find_architecture
 from r3async.learner.adapter_targets import select_targets

@@ -1,4 +1,4 @@
-"""Train from a configuration to a finished run directory: `r3async train`."""
+"""Train from a configuration to a finished run directory, as `r3async train` (`cli.py`) does."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from r3async.config import Config, ConfigError
 from r3async.data.checkpoint_forms import INDEX_FILE
-from r3async.data.engine_models import find_engine_model
+from r3async.data.engine_models import find_engine_model, list_needed_config
 from r3async.data.model_shape import (
     ModelShape,
     ModelShapeError,
@@ -166,7 +166,7 @@ def check_engine_config(config: Config, *, on_cpu: bool) -> None:
             f"{where}: vLLM imports torchvision for {kind}, and engines have none: `make install` "
             "installs it for them"
         )
-    for key, needed in known.needed_config.items():
+    for key, needed in list_needed_config(text).items():
         if text.get(key) != needed:
             raise ConfigError(
                 f"{where}: its config.json has `{key}` = {json.dumps(text.get(key))}, and vLLM "

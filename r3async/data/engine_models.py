@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from r3async.data.layer_kinds import list_layer_kinds, use_common_keys
+
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of vLLM for one `model_type`. Nothing is refused where none are declared."""
@@ -25,7 +27,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why vLLM's CPU build runs it in bfloat16 only."""
     needed_config: Mapping[str, Any] = {}
     """Keys without which vLLM takes it for another model, or does not load it. transformers does
-    not write them."""
+    not write them. `list_needed_config` has more, whose values follow from others."""
     unread_config: Mapping[str, Any] = {}
     """Keys that vLLM does not read: it computes with these values, which transformers takes where a
     key is missing. A list is repeated for all layers."""
@@ -83,7 +85,7 @@ ENGINE_MODELS: dict[str, EngineModel] = {
     ),
     "minimax_m2": EngineModel(
         cpu_unsupported_reason="its router there has no sigmoid scores without groups",
-        needed_config={"scoring_func": "sigmoid"},
+        needed_config={"scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "kimi_linear": EngineModel(needed_config={"mla_use_nope": True}),
     "nemotron_h": EngineModel(
@@ -124,3 +126,44 @@ def find_engine_model(model_type: str) -> EngineModel:
     """Return the declaration of a `model_type`, or one that refuses nothing. A text model that is
     part of a larger one is declared with it."""
     return ENGINE_MODELS.get(model_type.removesuffix("_text")) or EngineModel()
+
+
+def list_needed_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that vLLM needs in the `config.json` of a text model, with the values that
+    its weights were made with.
+
+    Published files have them all. transformers computes the same model from keys of its own, and
+    writes these alone where it made the model.
+    """
+    kind = str(config.get("model_type"))
+    needed = dict(find_engine_model(kind).needed_config)
+    derived: dict[str, Any] = {}
+    if kind == "kimi_linear":
+        derived = _derive_kimi_keys(use_common_keys(config))
+    elif kind == "minimax_m2":
+        derived = _derive_minimax_keys(config)
+    return needed | {key: value for key, value in derived.items() if config.get(key) is None}
+
+
+def _derive_kimi_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = ("num_hidden_layers", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    if any(config.get(key) is None for key in sizes):
+        return {}
+    layers, heads, size, kernel = (config[key] for key in sizes)
+    kinds = list_layer_kinds(config, has_experts=True)
+    return {
+        "first_k_dense_replace": min(kinds.mixtures, default=layers),
+        # Layers are counted from 1.
+        "linear_attn_config": {
+            "full_attn_layers": [layer + 1 for layer in kinds.attention],
+            "kda_layers": [layer + 1 for layer in kinds.recurrent],
+            "num_heads": heads,
+            "head_dim": size,
+            "short_conv_kernel_size": kernel,
+        },
+    }
+
+
+def _derive_minimax_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    return {"rotary_dim": round(rotated * config["head_dim"])} if config.get("head_dim") else {}

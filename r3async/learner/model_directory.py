@@ -24,6 +24,7 @@ from r3async.data.checkpoint_forms import (
     read_quantized_form,
     without_quantization,
 )
+from r3async.data.engine_models import list_needed_config
 from r3async.data.model_shape import take_text_config
 from r3async.data.safetensors_header import decode_safetensors_header
 from r3async.learner.dequantized_files import DequantizedFile
@@ -221,15 +222,17 @@ def describe_written_model(
     described: Mapping[str, Any], dtype: str, carried: Sequence[str]
 ) -> dict[str, Any]:
     """Return the `config.json` for weights of `dtype`, none of them quantized, with the tensors
-    that are `carried`."""
+    that are `carried`, and with what vLLM needs and transformers left out."""
     written = without_quantization(described)
     layers = take_text_config(written).get("num_hidden_layers") or 0
     if not any(is_prediction_tensor(name, layers) for name in carried):
         written = omit_prediction_layers(written)
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
-    text = written.get("text_config", {})
+    text = written.get("text_config", written)
     text.update({key: dtype for key in ("dtype", "torch_dtype") if key in text})
+    needed = list_needed_config(text)
+    text.update({key: value for key, value in needed.items() if text.get(key) is None})
     return written
 
 

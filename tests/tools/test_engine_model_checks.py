@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from r3async.config import ConfigError, load_config
-from r3async.data.engine_models import ENGINE_MODELS
+from r3async.data.engine_models import ENGINE_MODELS, list_needed_config
 from r3async.tools import model_checks
 from r3async.tools.model_checks import check_engine_config
+from tests.helpers import architectures as ha
 
 
 def check(directory: Path, described: dict[str, object], *settings: str, on_cpu: bool = True) -> None:
@@ -79,6 +80,24 @@ def test_a_value_that_vllm_does_not_compute_with_is_refused(kind, key, value, tm
         return
     with pytest.raises(ConfigError, match=f"`{key}` = null.* add it to that file"):
         check(tmp_path, {name: known for name, known in needed(kind).items() if name != key}, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("kimi_linear", "first_k_dense_replace", 1),
+        ("kimi_linear", "linear_attn_config", '{"full_attn_layers": [3], "kda_layers": [1, 2], "num_heads": 4, '),
+        ("minimax_m2", "rotary_dim", 8),
+    ],
+)
+def test_a_key_that_follows_from_transformers_own_is_missed_with_its_value(kind, key, value, tmp_path):
+    made = AutoConfig.for_model(kind, **(ha.SHARED | ha.TORCH_ONLY[kind])).to_dict()
+    if kind == "minimax_m2":
+        made["rope_parameters"]["partial_rotary_factor"] = 0.5
+    whole = made | list_needed_config(made)
+    check(tmp_path, whole, on_cpu=False)
+    with pytest.raises(ConfigError, match=re.escape(f"`{key}` = null, and vLLM computes {kind} with {value}")):
+        check(tmp_path, {name: known for name, known in whole.items() if name != key}, on_cpu=False)
 
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "olmoe", "gpt_oss"])

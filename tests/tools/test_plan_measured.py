@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from r3async.config import config_from_dict, load_config
 from r3async.data.model_shape import parse_model_shape
@@ -13,10 +14,11 @@ from r3async.learner.micro_batches import pack_samples
 from r3async.learner.row_shares import COLLECTIVE_BUCKET_ELEMENTS
 from r3async.learner.token_logprobs import LOGIT_CHUNK_ELEMENTS, token_logprobs
 from r3async.tools import memory
-from r3async.tools.adapted import count_adapters
+from r3async.tools.adapted import count_adapters, list_adaptable_matrices
 from r3async.tools.layouts import find_fitting_layouts
 from r3async.tools.memory import estimate_rank_memory, find_model_shape
 from r3async.tools.plan import make_run_plan
+from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.steps import train_minibatch
 
@@ -149,6 +151,26 @@ def test_the_learner_makes_the_adapters_of_the_plan(tiny_model, backend, targets
         assert sum(s["master"].nbytes for s in learner.optimizer.iter_states()) == 4 * planned.adapter_parameters
     finally:
         learner.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "nemotron_h"])
+def test_matrices_of_attention_and_dense_layers_have_the_models_sizes(family):
+    described = AutoConfig.for_model(family, **(ha.SHARED | ha.ALL[family]))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described)
+    shape = parse_model_shape(json.loads(described.to_json_string(use_diff=False)))
+    attended = shape.attention_layers[0]
+    counted = {
+        m.name.partition("self_attn.")[2]: (m.rows, m.columns)
+        for m in list_adaptable_matrices(shape, attended, fused_gate_up=True)
+        if "self_attn" in m.name
+    }
+    mixer = model.get_submodule(f"model.layers.{attended}.{'mixer' if family == 'nemotron_h' else 'self_attn'}")
+    assert {name: tuple(mixer.get_submodule(name).weight.shape) for name in counted} == counted
+    assert len(counted) == 4
+    for layer in set(range(shape.num_layers)) - set(shape.moe_layers) - set(shape.dense_layers):
+        names = [m.name for m in list_adaptable_matrices(shape, layer, fused_gate_up=True)]
+        assert not any(".mlp." in name for name in names)
 
 
 def test_a_plan_with_adapters_needs_a_part_of_the_memory():

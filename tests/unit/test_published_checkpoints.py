@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 from r3async.data.checkpoint_forms import CheckpointFormError, is_prediction_tensor, read_quantized_form
+from r3async.data.engine_models import list_needed_config
 from r3async.data.model_shape import RoutingShape
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.micro_batches import pack_samples
@@ -317,3 +318,25 @@ def test_tensors_of_several_dtypes_are_read_as_one(tmp_path):
 )
 def test_layers_behind_the_decoders_last_one_predict_and_those_of_a_vision_tower_do_not(name, is_predicting):
     assert is_prediction_tensor(name, 4) == is_predicting
+
+
+NEEDED = {
+    "kimi_linear": ("mla_use_nope", "first_k_dense_replace", "linear_attn_config"),
+    "minimax_m2": ("rotary_dim", "scoring_func", "use_routing_bias"),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDED)
+def test_keys_that_engines_need_and_transformers_does_not_write_are_exported(tmp_path, kind):
+    """And a model that has them comes out with the same ones."""
+    path = ha.make_model(tmp_path / "m", kind)
+    made = read_config(path)
+    assert not set(NEEDED[kind]) & made.keys()
+    TorchLearner.from_pretrained(settings(), path).save_pretrained(tmp_path / "out")
+    written = read_config(tmp_path / "out")
+    assert list_needed_config(made) == {key: written[key] for key in NEEDED[kind]}
+    assert {key: value for key, value in written.items() if key not in NEEDED[kind]} == made
+    TorchLearner.from_pretrained(settings(), tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert read_config(tmp_path / "again") == written
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(score(again), score(tf.AutoModelForCausalLM.from_pretrained(path)))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from r3async.config.others import find_equivalent_setting
 from r3async.config.section import ConfigError
 from r3async.untrusted import format_value
 
@@ -59,6 +60,13 @@ def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"`data` = {format_value(data)} must be a path, a section with `path` in it, or in "
             "Python rows: a list of dicts, or a datasets.Dataset"
+        )
+    if isinstance(given.get("reward"), Mapping) and given["reward"]:
+        key, value = next(iter(given["reward"].items()))
+        hint = find_equivalent_setting(f"reward.{key}", value)
+        raise ConfigError(
+            f"unknown key `reward.{key}`: "
+            + (hint or "`reward` is no section, but a reward function or a list of them")
         )
     if "reward" in data:
         raise ConfigError("`data.reward`: `reward` is set beside `data`, not in it")

@@ -181,3 +181,8 @@ def test_no_name_of_the_catalogue_is_an_old_one() -> None:
     names = [*METRICS, "rewards/brief/mean", "env/moves_mean/mean", "env/small/reward_mean", "env/small/moves/std"]
     names += ["env/small/response_length_mean", "env/small/reward_std_in_group"]
     assert [name for name in names if find_new_name(name)] == []
+
+
+def test_a_key_below_a_reward_is_no_key():
+    with pytest.raises(ConfigError, match=r"unknown key `reward\.max_len`: `reward` is no section"):
+        load_config("quickstart", {"reward.max_len": 3})

@@ -116,7 +116,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": ha.YARN | {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
     ],
     "qwen3_next": [
-        *MIXTURES,
+        *MIXTURES[:3],
+        MIXTURES[-1],
         PARTIAL,
         {"attention_bias": True},
         {"decoder_sparse_step": 2},

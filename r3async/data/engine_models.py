@@ -51,6 +51,8 @@ ENGINE_MODELS: dict[str, EngineModel] = {
     "deepseek_v3": EngineModel(
         needed_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     ),
+    "qwen2_moe": EngineModel(unread_config={"qkv_bias": True, "use_sliding_window": False}),
+    "mixtral": EngineModel(unread_config={"hidden_act": "silu"}),
     "olmoe": EngineModel(
         unread_config={
             "rms_norm_eps": 1e-5,
@@ -61,7 +63,9 @@ ENGINE_MODELS: dict[str, EngineModel] = {
             "tie_word_embeddings": False,
         }
     ),
-    "qwen3_next": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION),
+    "qwen3_next": EngineModel(
+        cpu_dtype_reason=_CPU_CONVOLUTION, unread_config={"tie_word_embeddings": False}
+    ),
     "qwen3_5": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
     "qwen3_5_moe": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
     "granitemoehybrid": EngineModel(

@@ -116,7 +116,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": ha.YARN | {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
     ],
     "qwen3_next": [
-        *MIXTURES,
+        *MIXTURES[:3],
+        MIXTURES[-1],
         PARTIAL,
         {"attention_bias": True},
         {"decoder_sparse_step": 2},
@@ -217,7 +218,8 @@ def test_vllm_computes_what_config_json_says(variant, tmp_path):
         print(changed, differs, effect)
         assert not changed or effect > tolerance, f"{changed} changes nothing"
         if is_refused(model):
-            assert not close, f"{changed} is refused without need"
+            # Memory that nothing is loaded into may hold an embedding by chance.
+            assert not close or "tie_word_embeddings" in changed, f"{changed} is refused without need"
         elif len(engine) and not close:
             wrong[str(changed)] = differs
     assert len(found[0]), "the unchanged model cannot be run"

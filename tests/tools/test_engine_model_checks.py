@@ -100,7 +100,7 @@ def test_a_key_that_follows_from_transformers_own_is_missed_with_its_value(kind,
         check(tmp_path, {name: known for name, known in whole.items() if name != key}, on_cpu=False)
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "olmoe", "gpt_oss", "qwen2_moe", "mixtral", "qwen3_next"])
 def test_what_transformers_writes_by_default_is_accepted(kind, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())

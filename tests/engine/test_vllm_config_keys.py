@@ -218,7 +218,8 @@ def test_vllm_computes_what_config_json_says(variant, tmp_path):
         print(changed, differs, effect)
         assert not changed or effect > tolerance, f"{changed} changes nothing"
         if is_refused(model):
-            assert not close, f"{changed} is refused without need"
+            # Memory that nothing is loaded into may hold an embedding by chance.
+            assert not close or "tie_word_embeddings" in changed, f"{changed} is refused without need"
         elif len(engine) and not close:
             wrong[str(changed)] = differs
     assert len(found[0]), "the unchanged model cannot be run"

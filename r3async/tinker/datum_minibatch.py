@@ -90,7 +90,7 @@ class DatumMinibatch(TrainableMinibatch):
         loss_sum, k3_sum, sampled = np.sum([sums for _, sums in everyones], axis=0).tolist()
         metrics = {"loss:sum": loss_sum}
         if self.batch.loss_fn != "cross_entropy":
-            weights = [one.datum.inputs["advantages"] != 0 for one in data]
+            weights = [one.datum.inputs[POLICY_INPUTS[0]] != 0 for one in data]
         else:
             weights = [one.datum.inputs["weights"] != 0 for one in data]
         rows = [mask.reshape(len(mask), -1).any(axis=1) for mask in weights]

@@ -76,6 +76,7 @@ def serve_tinker(config: Config, served_name: str, host: str, port: int, runs: P
     try:
         if not asyncio.run(lock.acquire_exclusive(0.0)):
             raise ConfigError(f"{directory} is in use: choose another name (name=...)")
+        lock.acquire_shared()  # with the learner's ranks
         asyncio.run(_serve(config, served_name, host, port, directory))
     except EngineError as error:
         raise LearnerError(str(error)) from error

@@ -92,8 +92,11 @@ async def _serve(config: Config, served_name: str, host: str, port: int, directo
         stopped.set()
         loop.remove_signal_handler(number)  # a second one ends the process at once
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+    def listen() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+
+    listen()
     events = open_event_log(directory, "tinker")
     model = Path(config.model.path)
     backend = EngineBackend(
@@ -119,6 +122,7 @@ async def _serve(config: Config, served_name: str, host: str, port: int, directo
         await asyncio.wait([waiting, starting], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
+            listen()  # again: Ray, which several ranks start, puts a handler of its own there
             await server.start()
             events.info("learner_started", url=server.base_url, model=served_name)
             typer.echo(_describe_exports(server.base_url, directory))

@@ -465,6 +465,7 @@ class EngineBackend:
             adapters=AdapterSettings(lora.rank, lora.list_served_modules(), ADAPTER_SLOTS)
             if self._trains_adapters
             else None,
+            float32_head=self._config.model.head_dtype == "float32",
         )
 
     async def _replace_engine(self, lost: VllmEngine | None) -> None:

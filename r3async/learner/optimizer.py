@@ -69,8 +69,8 @@ ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer has of the values that it trains: float32 values, Adam's state and
-    gradients of this rank's share of each parameter, on its device."""
+    """The state of an optimizer: float32 values, Adam's moments and gradients of this
+    rank's share of each parameter, on its device."""
 
     values: list[Tensor]
     adam: list[dict[str, Tensor]]

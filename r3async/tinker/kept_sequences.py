@@ -37,7 +37,7 @@ FILES_KEPT = 16
 
 
 class KeptSequence(NamedTuple):
-    """What is kept of a sampled sequence.
+    """A sampled sequence with its routes and version.
 
     Attributes:
         model_id: The model that sampled it; the base model has the empty one.
@@ -57,7 +57,7 @@ class KeptSequence(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a sequence is, and what it is found by."""
+    """The place of a sequence in a file, and the keys by which it is found."""
 
     path: Path
     offset: int

@@ -81,8 +81,8 @@ class TrainRequest(NamedTuple):
 
 
 class ModelRequest(msgspec.Struct):
-    """What all requests of a training client have. Those that create its model name a session and
-    its number there."""
+    """The fields that all requests of a training client have. Those that create its model name
+    a session and its number there."""
 
     model_id: str | None = None
     seq_id: Annotated[int, Meta(ge=1)] | None = None

@@ -18,7 +18,7 @@ HEARTBEAT_SECONDS = 600.0
 
 
 class ClientPlan(NamedTuple):
-    """What a client does.
+    """The plan of a client's requests.
 
     Attributes:
         samples: Samples of a step.

@@ -42,7 +42,7 @@ class LineFaults(NamedTuple):
 
 
 class TurnWatch:
-    """Which clients' samples wait, and how often each was overtaken."""
+    """A record of the samples that wait, and of how often each client was overtaken."""
 
     def __init__(self, report: Report):
         self._report = report

@@ -52,7 +52,7 @@ WATCH_SECONDS = 7.0
 
 
 class TinkerPlan(msgspec.Struct, frozen=True):
-    """What is drawn from a seed.
+    """The clients and faults of a run, drawn from a seed.
 
     Attributes:
         kills: Times at which the server is killed, and how long it is away.
@@ -100,8 +100,8 @@ def draw_plan(seed: int) -> TinkerPlan:
 
 
 class TinkerResult(msgspec.Struct):
-    """What a run showed. `virtual_seconds` is when its clients came to their end; `counts` has its
-    faults."""
+    """The result of a run. `virtual_seconds` is when its clients came to their end; `counts` has
+    its faults."""
 
     seed: int
     violated: str

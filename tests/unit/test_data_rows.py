@@ -338,7 +338,7 @@ def test_a_file_names_rows_or_another_environment(tmp_path):
         (["data.eval=-1"], r"\[data\] `eval` must be 0 or more"),
         (["data.eval=1.5"], r"`eval` = 1.5: a share below 1, or a whole number of rows"),
         (["data.limit=many"], "`data.limit` = 'many'"),
-        (["reward.fn=exact"], "`data.reward` = "),
+        (["reward.fn=exact"], "unknown key `reward.fn`: `reward` is no section"),
         (["data=null"], "`data` cannot be unset: set `env.name`"),
         ({"data": None}, "`data` cannot be unset"),
         ({"data": [1, 2]}, r"`data` = \[1, 2\] must be a path, .* in Python rows: a list of dicts"),

@@ -17,12 +17,11 @@ from r3async.world.process_output import escape_control_characters
 from r3async.world.processes import add_user_module_path
 
 from .inspect.command import app as inspect
-from .model_commands import diagnose, doctor, export, replay, scale, sft
+from .model_commands import diagnose, doctor, export, scale, sft
 from .report import report_command as report
-from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption, get_runs_directory
+from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
 from .submit.commands import app as submit
-from .submit.commands import cluster
-from .targets import describe_os_error, name_target
+from .targets import describe_os_error
 from .terminal import SafeConsole
 from .usage import UsageError, explain_usage_error
 
@@ -41,6 +40,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 app = typer.Typer(
     add_completion=False,
+    epilog="Rarely needed commands (keys, init-model, replay): python -m r3async.tools -h",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,8 +81,13 @@ def r3async(
     epilog="Example: r3async train math data=rows.jsonl reward=rewards:correct model.path=MODEL",
 )
 def train(
-    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
+    preset: Annotated[
+        str | None, typer.Argument(help="a preset's name, or a TOML file", show_default="required")
+    ] = None,
     overrides: OverridesArgument = None,
+    list_presets: Annotated[
+        bool, typer.Option("--list", help="list the presets, and start nothing")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
     ] = False,
@@ -90,6 +95,16 @@ def train(
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
+    if list_presets:
+        if preset is not None:
+            raise ConfigError(f"`train --list` lists all presets: leave {preset!r} out")
+        from .presets import describe_presets
+
+        return typer.echo(describe_presets())
+    if preset is None:
+        raise ConfigError(
+            "`train` needs a preset's name or a TOML file; `r3async train --list` lists the presets"
+        )
     config = load_command_config(preset, overrides or [])
     if dry_run:
         return _print_plan(config, overrides or [], json, runs)
@@ -99,14 +114,6 @@ def train(
 
     ignore_command_output_errors()
     run(config, preset, root=runs)
-
-
-@app.command(rich_help_panel=TRAIN, epilog="Example: r3async presets quickstart")
-def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
-    """List the presets with the purpose of each, or show one preset and its plan."""
-    from .presets import describe_preset, describe_presets
-
-    typer.echo(describe_presets() if name is None else describe_preset(name))
 
 
 @app.command(name="eval", rich_help_panel=TRAIN, epilog="Example: r3async eval latest --tasks 256")
@@ -174,24 +181,6 @@ def evaluate(
 
 
 @app.command(
-    rich_help_panel=TRAIN, epilog="Example: r3async plan moe_30b_r3 learner.recompute=full"
-)
-def plan(
-    preset: Annotated[str | None, typer.Argument(help="a preset's name, or a TOML file")] = None,
-    overrides: OverridesArgument = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
-) -> None:
-    """Print what a run needs and what it would do, and start nothing."""
-    if preset is None:
-        raise ConfigError(
-            "`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets"
-        )
-    _print_plan(
-        load_command_config(preset, overrides or []), overrides or [], json, get_runs_directory()
-    )
-
-
-@app.command(
     rich_help_panel=TRAIN, epilog="Example: r3async tinker Qwen/Qwen3-30B-A3B learner.lora.rank=32"
 )
 def tinker(
@@ -242,49 +231,6 @@ def tail(
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel=CLUSTER, epilog="Example: r3async keys my-keys --name generator")
-def keys(
-    directory: Annotated[Path, typer.Argument(help="directory to make, or to add missing keys to")],
-    name: Annotated[
-        list[str] | None,
-        typer.Option(help="a generator's key; may be repeated", show_default="generator"),
-    ] = None,
-) -> None:
-    """Make keys for `transport.keys`: only processes that have one can connect. Secrets have
-    mode 0600."""
-    from .keys import make_keys
-
-    try:
-        with name_target(directory):
-            make_keys(directory, name or [], typer.echo)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-@app.command(
-    name="init-model",
-    rich_help_panel=DEVELOP,
-    epilog="Example: r3async init-model tiny --preset quickstart",
-)
-def init_model(
-    directory: Annotated[Path, typer.Argument(help="directory to make")],
-    overrides: OverridesArgument = None,
-    preset: Annotated[
-        str, typer.Option(help="whose model.init and env settings to use")
-    ] = "quickstart",
-) -> None:
-    """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the
-    environment's oracle."""
-    config = load_command_config(preset, overrides or [], "init-model")
-    from .init_model import init_model as make
-    from .run_dir import check_disk_space
-
-    check_disk_space(directory.parent)
-
-    with name_target(directory):
-        make(directory, config, progress=lambda line: typer.echo(line, err=True))
-
-
 app.command(
     rich_help_panel=TRAIN, epilog="Example: r3async sft math data=rows.jsonl model.path=MODEL"
 )(sft)
@@ -295,12 +241,8 @@ app.command(name="report", rich_help_panel=LOOK, epilog="Example: r3async report
 app.add_typer(inspect, name="inspect", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK, epilog="Example: r3async doctor")(doctor)
 app.add_typer(submit, name="submit", rich_help_panel=CLUSTER)
-app.command(
-    rich_help_panel=CLUSTER, epilog="Example: r3async cluster moe_30b_r3 --address http://HEAD:8265"
-)(cluster)
 app.command(rich_help_panel=CLUSTER, epilog="Example: r3async scale first generators=4")(scale)
 app.command(rich_help_panel=DEVELOP, epilog="Example: r3async diagnose latest")(diagnose)
-app.command(rich_help_panel=DEVELOP, epilog="Example: r3async replay first --from 20")(replay)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Check whether a run fits a Ray cluster, and where its processes go there: `r3async cluster`."""
+"""Check whether a run fits a Ray cluster, and where its processes go there:
+`r3async submit --dry-run`."""
 
 from __future__ import annotations
 

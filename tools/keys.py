@@ -1,4 +1,4 @@
-"""Make the keys that encrypt connections and decide who may connect: `r3async keys`."""
+"""Make the keys that encrypt connections and decide who may connect: `python -m r3async.tools keys`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The commands `export`, `sft`, `replay`, `diagnose`, `doctor` and `scale`."""
+"""The commands `export`, `sft`, `diagnose`, `doctor` and `scale`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -55,7 +54,7 @@ def export(
         with name_target(directory):
             opened = write(path, directory, model=model)
     except CheckpointError as error:
-        _exit_with_error(str(error))
+        exit_with_error(str(error))
     typer.echo(
         f"{directory}: the {'adapters' if adapter else 'model'} after step {opened.state.steps}, "
         f"from {opened.path}"
@@ -93,79 +92,7 @@ def sft(
     try:
         run(config, preset, root=runs)
     except LearnerError as error:
-        _exit_with_error(str(error))
-
-
-def replay(
-    run: Annotated[
-        str, typer.Argument(help="a run's name or directory, made with observe.record=full")
-    ] = "latest",
-    changed: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with",
-            help="key=value that is not the run's: a counterfactual on the same data",
-            show_default=False,
-        ),
-    ] = None,
-    start: Annotated[
-        int,
-        typer.Option(
-            "--from", help="begin at the run's checkpoint of this step; 0: its start model"
-        ),
-    ] = 0,
-    steps: Annotated[
-        int | None, typer.Option(help="maximum number of steps", show_default="all")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="where the start model is now, if it was moved")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="directory for the replay's metrics and model")
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="one JSON object as the last line of stdout")
-    ] = False,
-    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
-) -> None:
-    """Repeat a recorded run's steps without engines; name the first step and stage that differ.
-    Exit 1 if one does."""
-    import msgspec
-
-    from r3async.checkpoint import CheckpointError
-    from r3async.learner import LearnerError
-    from r3async.record.recording import RecordedStep, RecordingError
-
-    from . import replay as replays
-    from .inspect.run import InspectError, find_run
-
-    screen = SafeConsole(stderr=True)
-
-    def progress(recorded: RecordedStep, metrics: Mapping[str, float | None]) -> None:
-        pairs = [
-            (name, recorded.metrics.get(name), metrics.get(name)) for name in replays.SHOWN_METRICS
-        ]
-        text = ", ".join(
-            f"{n} {_format_value(theirs)}{f' -> {_format_value(ours)}' if changed else ''}"
-            for n, theirs, ours in pairs
-        )
-        screen.print(f"step {recorded.step}: {text}", highlight=False, markup=False, soft_wrap=True)
-
-    try:
-        done = replays.replay_run(
-            find_run(run, runs),
-            changed_settings=changed or (),
-            start_step=start,
-            steps=steps,
-            model=model,
-            out=out,
-            progress=progress,
-        )
-    except (InspectError, RecordingError, CheckpointError, LearnerError) as error:
-        _exit_with_error(str(error))
-    typer.echo(msgspec.json.encode(done).decode() if json else replays.describe_replay(done))
-    if done.difference is not None:
-        raise typer.Exit(1)
+        exit_with_error(str(error))
 
 
 def diagnose(
@@ -216,7 +143,7 @@ def diagnose(
             )
             done = examine(patient, Path(scratch), say)
         except (CheckpointError, LearnerError, EngineError, ActivationError, WeightError) as error:
-            _exit_with_error(str(error))
+            exit_with_error(str(error))
     typer.echo(msgspec.json.encode(done).decode() if json else describe_diagnosis(done))
     if not done.is_consistent:
         raise typer.Exit(1)
@@ -255,11 +182,8 @@ def doctor(
     raise typer.Exit(run_doctor())
 
 
-def _format_value(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
-
-
-def _exit_with_error(message: str) -> NoReturn:
+def exit_with_error(message: str) -> NoReturn:
+    """Print `message` to stderr and exit with 2."""
     SafeConsole(stderr=True).print(
         message, style="bold red", highlight=False, markup=False, soft_wrap=True
     )

@@ -1,4 +1,4 @@
-"""Describe presets from the comments at their heads: `r3async presets`."""
+"""Describe presets from the comments at their heads: `r3async train --list`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.config import find_config, load_config, preset_directory
-from r3async.envs.task_splits import is_dataset
-
-from .plan import describe_plan, make_run_plan
-from .user_code import describe_code, find_named_code
+from r3async.config import preset_directory
 
 FIRST_PRESET = "quickstart"
 HEADER_LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")
@@ -60,20 +56,8 @@ def describe_presets() -> str:
         )
         body += f"Tested on: {header.tested_on}"
         out.append(f"{path.stem}\n{textwrap.indent(_wrap_lines(body), '    ')}")
+    out.append(f"Their files are in {preset_directory().resolve()}")
     return "\n".join(out)
-
-
-def describe_preset(name: str) -> str:
-    """Return a preset's file with its plan as comments, so that the output is a valid file."""
-    config = load_config(name)
-    if is_dataset(config.env) and not config.env.args.get("path"):
-        plan = f"your rows decide: r3async train {name} --dry-run data=FILE"
-    else:
-        plan = describe_plan(make_run_plan(config), config)
-        code = find_named_code(config)
-        if code:
-            plan += f"\nnote: {describe_code(code)}. It was not imported"
-    return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
 
 
 def _wrap_lines(text: str) -> str:

@@ -1,5 +1,5 @@
 """Repeat the steps of a recorded run from its recorded data, and compare them with it bit by bit:
-`r3async replay`.
+`python -m r3async.tools replay`.
 
 No engine and no environment are used; Ray only where the learner has several ranks. The run's own
 state is never trained.

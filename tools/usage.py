@@ -17,6 +17,12 @@ REMOVED_COMMANDS = {
         "train with each seed (`for s in 0 1 2; do r3async train PRESET seed=$s name=run-$s; "
         "done`), and compare the runs (`r3async report run-0 run-1 run-2`)"
     ),
+    "plan": "it is `r3async train PRESET --dry-run` now",
+    "presets": "it is `r3async train --list` now; `r3async train PRESET --dry-run` shows one",
+    "cluster": "it is `r3async submit PRESET --dry-run` now",
+    "keys": "it is `python -m r3async.tools keys` now",
+    "init-model": "it is `python -m r3async.tools init-model` now",
+    "replay": "it is `python -m r3async.tools replay` now",
 }
 """Commands that are gone, with what serves in their place."""
 _SPEED_ADVICE = (

@@ -20,7 +20,7 @@ from pathlib import Path
 from dev.bench.jobs import BenchError, PrintLine, start_process
 from dev.bench.report import Measurements
 from dev.bench.tree_cpu import TreeCpu
-from r3async.config import ConfigError
+from r3async.config import ConfigError, load_config
 from r3async.record.reading import read_json_objects
 
 START_CASES = ("model", "none", "help")
@@ -49,8 +49,10 @@ def measure_start(
     with tempfile.TemporaryDirectory(prefix="r3async-start-") as scratch:
         model = Path(scratch, "model")
         if "model" in cases:
+            from r3async.tools.init_model import init_model
+
             print_line("making the model of case `model`")
-            run_measured(["init-model", str(model), *words], Path(scratch, "init.txt"))
+            init_model(model, load_config("quickstart", words, None), progress=print_line)
         for repeat in range(repeats):
             for case in cases:
                 place = Path(scratch, f"{case}-{repeat}")

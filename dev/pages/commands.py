@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 
 import typer
 
+from r3async.tools.__main__ import PROGRAM as RARE_PROGRAM
+from r3async.tools.__main__ import app as rare_app
 from r3async.tools.cli import CLUSTER, DEVELOP, LOOK, TRAIN, app
 
 PROGRAM = "r3async"
+RARE = "Rarely needed"
+"""Heading of the commands of `python -m r3async.tools`."""
 EXAMPLE = "Example: "
 TABLE_HEAD = ("| argument or option | default | |", "|---|---|---|")
 HEAD = """# Commands
@@ -25,6 +29,8 @@ Every command of `r3async` with its arguments, its options and an example.
 
 Commands run in the project's folder after `source .venv/bin/activate`; `r3async COMMAND --help` shows the same.
 `KEY=VALUE` changes a [setting](configuration.md). Exit codes are in [run files](run-files.md#exit-codes).
+
+`python -m r3async.tools` has commands that are [rarely needed](#rarely-needed).
 
 Options that several commands have:
 """
@@ -47,7 +53,7 @@ class DescribedCommand(NamedTuple):
 
 
 def list_commands() -> list[DescribedCommand]:
-    """Return all commands in the order of the help's panels. A group's hidden default is
+    """Return all commands in the order of the help's panels, and then the rare ones. A group's hidden default is
     the group itself."""
     found: list[DescribedCommand] = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
@@ -58,7 +64,11 @@ def list_commands() -> list[DescribedCommand]:
             words = f"{PROGRAM} {name}" if each.hidden else f"{PROGRAM} {name} {inner_name}"
             found.append(DescribedCommand(words, command.rich_help_panel, each))
     panels = (TRAIN, LOOK, CLUSTER, DEVELOP)
-    return sorted(found, key=lambda described: panels.index(described.panel))
+    found.sort(key=lambda described: panels.index(described.panel))
+    rare = typer.main.get_command(rare_app).commands  # type: ignore[attr-defined]
+    return found + [
+        DescribedCommand(f"{RARE_PROGRAM} {name}", RARE, command) for name, command in rare.items()
+    ]
 
 
 def render_commands() -> str:

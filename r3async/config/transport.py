@@ -23,7 +23,7 @@ class TransportConfig(Section):
     """Encoding of recorded routes. `plain`: one byte an expert, two beyond 256 experts. `bits`:
     as many bits as an id has (7/8 of the bytes with 128 experts)."""
     keys: str = ""
-    """Directory made by `r3async keys`: only peers with a key in it are let in. Empty: each start
+    """Directory made by `python -m r3async.tools keys`: only peers with a key in it are let in. Empty: each start
     makes new keys. Connections are encrypted in both cases."""
     trusted_network: bool = False
     """Trust everything that reaches `host`, so that `weights.backend = "nccl"`, which has no

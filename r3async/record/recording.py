@@ -127,7 +127,7 @@ class StepRecorder:
         try:
             await self._lane.run(write, *args, self._files)
         except (OSError, WireError) as error:
-            hint = "the run continues; `r3async replay` will name what is missing"
+            hint = "the run continues; `python -m r3async.tools replay` will name what is missing"
             self._report("not_recorded", step=name, error=str(error), hint=hint)
 
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from dev.__main__ import main as dev_main
+from r3async.tools.__main__ import main as edge_main
 from r3async.tools.cli import main
 from tests.helpers.bad_inputs import judge
 from tests.helpers.cli import Said, run_program, typed
@@ -12,7 +13,8 @@ from tests.helpers.cli import Said, run_program, typed
 COMMANDS = [
     ("trian quickstart", "Did you mean 'train'"),
     ("--verison", "No such option: --verison"),
-    ("train", "Missing argument 'preset'"),
+    ("train", "a preset's name or a TOML file; `r3async train --list`"),
+    ("train quickstart --list", "leave 'quickstart' out"),
     ("train quickstart --steps 10", "Settings have no dashes: steps=10"),
     ("train quickstart --steps=10", "Settings have no dashes: steps=10"),
     ("train quickstart --learner.lr 1e-4", "Settings have no dashes: learner.lr=1e-4"),
@@ -20,7 +22,7 @@ COMMANDS = [
     ("train quickstart --num-generations 8", "here it is `schedule.group_size`"),
     ("train quickstart --prompts-per-step 8", "it is `schedule.prompts_per_step` here"),
     ("train quickstart --nothing", "No such option: --nothing; for help: r3async train -h"),
-    ("presets quikstart", "did you mean 'quickstart'"),
+    ("train quikstart --dry-run", "did you mean 'quickstart'"),
     ("tail nowhere", "no run 'nowhere'"),
     ("tail empty", "empty is not the directory of a run"),
     ("tail file", "no run 'file'"),
@@ -59,19 +61,16 @@ COMMANDS = [
     ("eval --policy oracle --env raises:Env", "RuntimeError: no licence"),
     ("eval --policy oracle --preset quikstart", "did you mean 'quickstart'"),
     ("eval --policy oracle env.args.letter=3", "did you mean 'letters'"),
-    ("plan", "a preset's name or a TOML file"),
-    ("plan quickstart --capacity", "r3async plan: No such option: --capacity: the plan has the speed of both sides"),
-    ("plan --published", "`training` and `generation`"),
+    ("train quickstart --capacity", "r3async train: No such option: --capacity: the plan has the speed of both sides"),
+    ("train --published", "`training` and `generation`"),
+    ("plan moe_30b_r3", "No such command 'plan': it is `r3async train PRESET --dry-run` now"),
+    ("presets", "it is `r3async train --list` now"),
+    ("cluster quickstart", "it is `r3async submit PRESET --dry-run` now"),
+    ("keys my-keys", "it is `python -m r3async.tools keys` now"),
+    ("init-model tiny", "it is `python -m r3async.tools init-model` now"),
+    ("replay first --from 20", "it is `python -m r3async.tools replay` now"),
     ("sweep plan.toml", "No such command 'sweep': train with each seed"),
-    ("init-model empty", "empty exists already"),
-    ("init-model file", "file exists already"),
-    ("init-model /proc/nowhere/model", "/proc/nowhere"),
-    ("init-model new model.init.top_k=99", "`top_k` = 99"),
-    ("keys file", "file: cannot be written: Not a directory"),
-    ("keys /proc/nowhere", "/proc/nowhere"),
-    ("keys new --name ../x", "no name for a key"),
-    ("cluster quikstart", "did you mean 'quickstart'"),
-    ("cluster quickstart --address 127.0.0.1:1", "no Ray cluster answers"),
+    ("submit quickstart --dry-run --address 127.0.0.1:1", "no Ray cluster answers"),
     ("submit quikstart", "did you mean 'quickstart'"),
     ("submit quickstart learner.lr=abc", "`learner.lr` = 'abc'"),
     ("submit quickstart --steps 3", "r3async submit: No such option: --steps. Settings have no dashes: steps=3"),
@@ -92,6 +91,17 @@ COMMANDS = [
     ("report nowhere --serve", "no run 'nowhere'"),
     ("report empty --serve --port 99999", "--port"),
     ("eval nowhere --samples-per-task 4", "it is `evaluation.samples_per_task` here"),
+]
+
+EDGE_COMMANDS = [
+    ("init-model empty", "empty exists already"),
+    ("init-model file", "file exists already"),
+    ("init-model /proc/nowhere/model", "/proc/nowhere"),
+    ("init-model new model.init.top_k=99", "`top_k` = 99"),
+    ("keys file", "file: cannot be written: Not a directory"),
+    ("keys /proc/nowhere", "/proc/nowhere"),
+    ("keys new --name ../x", "no name for a key"),
+    ("replay nowhere", "no run 'nowhere'"),
 ]
 
 DEV_COMMANDS = [
@@ -142,6 +152,12 @@ def test_a_command_line_that_cannot_be(line, part, folder):
     assert not {"runs", "packed", "out"} & {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize(("line", "part"), EDGE_COMMANDS, ids=[line for line, _ in EDGE_COMMANDS])
+def test_a_rare_command_line_that_cannot_be(line, part, folder):
+    judge(typed(*line.split(), cwd=folder, main=edge_main), (part,))
+    assert not (folder / "new").exists()
+
+
 @pytest.mark.parametrize(("line", "part"), DEV_COMMANDS, ids=[line for line, _ in DEV_COMMANDS])
 def test_a_command_line_of_development_that_cannot_be(line, part, folder):
     judge(typed(*line.split(), cwd=folder, main=dev_main), (part,))
@@ -159,6 +175,7 @@ def test_a_real_process_says_the_same(line, folder):
     ("program", "words"),
     [
         *((("r3async", main), words) for words in ("-h", "train -h", "submit -h", "submit --help", "inspect -h")),
+        *((("python -m r3async.tools", edge_main), words) for words in ("-h", "replay -h")),
         *((("python -m dev", dev_main), words) for words in ("-h", "bench -h", "bench packing -h", "simulate -h")),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

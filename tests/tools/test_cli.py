@@ -14,14 +14,14 @@ from r3async.checkpoint.manifest import CheckpointUnreadable
 from r3async.config import ConfigError
 from r3async.tools.cli import main
 from r3async.tools.training_session import StoppedWhileLoading, StopRequest, handle_stop_signals
-from tests.helpers.cli import run_program, typed
+from tests.helpers.cli import run_program
 
 
-def test_presets_are_listed_and_shown(tmp_path):
-    listed = run_program([sys.executable, "-m", "r3async", "presets"], cwd=tmp_path)
+def test_presets_are_listed_with_the_place_of_their_files(tmp_path):
+    listed = run_program([sys.executable, "-m", "r3async", "train", "--list"], cwd=tmp_path)
     assert listed.stdout.startswith("quickstart")
-    shown = typed("presets", "quickstart", cwd=tmp_path).stdout
-    assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
+    files = Path(listed.stdout.splitlines()[-1].removeprefix("Their files are in "))
+    assert tomllib.loads((files / "quickstart.toml").read_text())["env"]["name"] == "reverse-text"
 
 
 def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():

@@ -118,8 +118,8 @@ def test_the_readmes_submit_works_after_a_local_run_for_a_person_who_has_set_not
             watched = command("tail", "job", "--address", address)
             assert watched.returncode == 0, watched.stdout + watched.stderr
             assert "job: finished after 1 steps" in watched.stdout
-            fits = command("cluster", "quickstart", "--address", address)
-            assert (fits.returncode, "it fits" in fits.stdout) == (0, True), fits.stdout + fits.stderr
+            fits = command("submit", "quickstart", "--dry-run", "--address", address)
+            assert (fits.returncode, "it fits" in fits.stderr) == (0, True), fits.stdout + fits.stderr
             refused = command("submit", "list", "--address", address, RAY_AUTH_MODE="disabled")
             assert (refused.returncode, "wants a token" in refused.stderr) == (2, True), "what a person says counts"
 

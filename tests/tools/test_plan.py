@@ -142,7 +142,7 @@ def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
     ],
 )
 def test_what_a_start_would_refuse_on_the_hosts_of_the_plan_is_refused_by_the_plan(preset, override, parts):
-    """And by `r3async cluster`, on hosts that are there."""
+    """And by `r3async submit --dry-run`, on hosts that are there."""
     from r3async.actors.placement_plan import make_supposed_hosts
     from r3async.tools.fit import check_cluster_fit
 

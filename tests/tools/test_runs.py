@@ -35,8 +35,8 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
             yield (*path, name), command
 
 
-NO_RUN = {("presets",), ("cluster",), ("plan",), *(("submit", word) for word in ("status", "logs", "stop"))}
-"""Commands that look for no run here: of jobs, or of presets that are not run."""
+NO_RUN = {("submit", word) for word in ("status", "logs", "stop")}
+"""Commands of jobs, which look for no run here."""
 
 
 def test_every_command_that_takes_or_makes_a_run_has_the_option():
@@ -45,7 +45,7 @@ def test_every_command_that_takes_or_makes_a_run_has_the_option():
         for path, command in commands()
         if path not in NO_RUN and any(_about_runs(each) for each in command.params)
     }
-    assert {("tail",), ("report",), ("eval",), ("export",), ("diagnose",), ("scale",), ("replay",)} <= taking.keys()
+    assert {("tail",), ("report",), ("eval",), ("export",), ("diagnose",), ("scale",)} <= taking.keys()
     assert {("inspect", "show"), ("inspect", "routes"), ("train",), ("submit", "run"), ("sft",)} <= taking.keys()
     for path, command in taking.items():
         options = {name: each for each in command.params for name in each.opts}
@@ -82,7 +82,7 @@ def test_a_run_of_another_root_is_found(tmp_path, monkeypatch, words, named, way
 
 
 @pytest.mark.parametrize(
-    "words", [["eval"], ["export", "mine", "model"], ["diagnose"], ["replay"], ["scale", "mine", "generators=2"]]
+    "words", [["eval"], ["export", "mine", "model"], ["diagnose"], ["scale", "mine", "generators=2"]]
 )
 def test_commands_that_need_more_of_a_run_find_it_too(tmp_path, monkeypatch, words):
     write_run(tmp_path / "elsewhere")
@@ -113,5 +113,5 @@ def test_a_job_is_given_the_root_that_its_submitter_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "shared"))
     assert make_package(Config(), "quickstart").runtime_env["env_vars"][RUNS_VARIABLE] == str(tmp_path / "shared")
-    shown = CliRunner().invoke(app, ["submit", "quickstart", "--dry-run"])
+    shown = CliRunner().invoke(app, ["submit", "quickstart", "--dry-run", "--no-check"])
     assert f'"{RUNS_VARIABLE}": "{tmp_path}/shared"' in shown.output

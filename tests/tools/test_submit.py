@@ -86,7 +86,7 @@ def test_keys_and_passwords_of_the_folder_are_not_packaged(tmp_path, monkeypatch
 def test_what_is_left_out_of_a_package_is_said(tmp_path, monkeypatch):
     (tmp_path / "hf_token.txt").write_text("x")
     (tmp_path / "tokenizer.py").write_text("x")
-    said = typed("submit", "quickstart", "--dry-run", cwd=tmp_path)
+    said = typed("submit", "quickstart", "--dry-run", "--no-check", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     (line,) = [line for line in said.stderr.splitlines() if "not packaged" in line]
     assert "hf_token.txt" in line
@@ -295,13 +295,15 @@ def test_a_job_that_is_stopped_has_the_time_to_end_in_order(jobs, tmp_path):
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_cluster_shows_what_it_has_and_wants_its_token(token_cluster, tmp_path):
-    fits = cli("cluster", "quickstart", cwd=tmp_path, env=token_cluster)
-    assert (fits.returncode, "2 CPUs" in fits.stdout, "it fits" in fits.stdout) == (0, True, True), fits.stderr
+    fits = cli("submit", "quickstart", "--dry-run", cwd=tmp_path, env=token_cluster)
+    assert (fits.returncode, "2 CPUs" in fits.stderr, "it fits" in fits.stderr) == (0, True, True), fits.stderr
+    asked = cli("submit", "moe_30b_r3", "--dry-run", cwd=tmp_path, env=token_cluster)
+    assert (asked.returncode, "needs 16 GPUs" in asked.stderr) == (1, True), asked.stderr
     large = cli("submit", "moe_30b_r3", cwd=tmp_path, env=token_cluster)
     assert large.returncode == 2
     assert "needs 16 GPUs, and the cluster has none" in large.stderr
     wrong = tmp_path / "token"
     wrong.write_text(secrets.token_hex(32))
-    refused = cli("cluster", "quickstart", "--token-file", str(wrong), cwd=tmp_path, env=token_cluster)
+    refused = cli("submit", "quickstart", "--dry-run", "--token-file", str(wrong), cwd=tmp_path, env=token_cluster)
     assert refused.returncode == 2
     assert "wants a token" in refused.stderr

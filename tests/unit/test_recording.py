@@ -17,7 +17,7 @@ from r3async.learner import build_learner
 from r3async.learner.packing_plan import build_cost_model
 from r3async.learner.trainer import Trainer
 from r3async.record.recording import RecordingError, StepRecorder, find_recorded_steps, read_recorded_step
-from r3async.tools.cli import app
+from r3async.tools.__main__ import app, main
 from r3async.tools.replay import NullReporter, replay_run
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
@@ -326,7 +326,9 @@ def test_the_command_says_whether_all_is_the_same(recorded_run, monkeypatch):
 )
 def test_a_mistake_is_one_line_and_ends_with_2(recorded_run, tmp_path, words, named):
     (recorded_run / "config.toml").touch()
-    done = typed("replay", *(words if words[0] == "no-such-run" else [str(recorded_run), *words]), cwd=tmp_path)
+    done = typed(
+        "replay", *(words if words[0] == "no-such-run" else [str(recorded_run), *words]), cwd=tmp_path, main=main
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert named in done.stderr
     assert "Traceback" not in done.stderr

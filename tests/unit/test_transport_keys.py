@@ -19,7 +19,7 @@ from r3async.config import TransportConfig, config_from_dict
 from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA, Column
 from r3async.data.wire_frames import align_offset
-from r3async.tools.cli import app
+from r3async.tools.__main__ import app
 from r3async.transport import (
     SenderRefusedError,
     TrajectoryReceiver,
@@ -92,7 +92,7 @@ def test_keys_that_can_not_be_used_are_refused_by_name(keys):
     (keys / "generator.secret").chmod(0o600)
     with pytest.raises(TransportError, match=r"learner.public holds no key"):
         load_client_keys(keys)
-    with pytest.raises(TransportError, match=r"`r3async keys .*elsewhere` makes it \(transport.keys\)"):
+    with pytest.raises(TransportError, match=r"`python -m r3async.tools keys .*elsewhere` makes it \(transport.keys\)"):
         load_server_keys(keys / "elsewhere")
 
 

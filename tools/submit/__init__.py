@@ -1,1 +1,1 @@
-"""Run training as a job of a Ray cluster: `r3async submit` and `r3async cluster`."""
+"""Run training as a job of a Ray cluster: `r3async submit`."""

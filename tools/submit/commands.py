@@ -1,4 +1,4 @@
-"""The commands `r3async submit` and `r3async cluster`."""
+"""The command `r3async submit` and its subcommands."""
 
 from __future__ import annotations
 
@@ -81,10 +81,13 @@ def submit(
     ] = DEFAULT_RUNS_DIRECTORY,
     name: Annotated[str, typer.Option("--id", help="of the job", show_default="Ray's")] = "",
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="refuse what cannot fit the cluster")
+        bool, typer.Option("--check/--no-check", help="refuse what does not fit the cluster")
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show the job, and submit nothing")
+        bool,
+        typer.Option(
+            "--dry-run", help="show the job and whether it fits (exit 1 if not), and submit nothing"
+        ),
     ] = False,
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train
@@ -106,10 +109,13 @@ def submit(
                 {"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2
             )
         )
-        return
+        if not check:
+            return
     with _open_jobs(address or config.cluster.address, token_file) as jobs:
         if check:
-            _check_cluster_fit(start.plan, config, jobs)
+            _check_cluster_fit(start.plan, config, jobs, dry_run)
+        if dry_run:
+            return
         job = jobs.submit_job(package, name, lambda text: echo_printable(text, err=True))
         echo_printable(
             f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True
@@ -119,12 +125,18 @@ def submit(
         echo_printable(job)
 
 
-def _check_cluster_fit(plan: Any, config: Any, jobs: Any) -> None:
-    from ..fit import check_cluster_fit, query_nodes
+def _check_cluster_fit(plan: Any, config: Any, jobs: ClusterJobs, dry_run: bool) -> None:
+    """Compare a run's needs with the cluster's resources. If they do not fit, exit with 1 after a
+    dry run, which prints both; else raise `SubmitError`."""
+    from ..fit import check_cluster_fit, describe_cluster_fit, query_nodes
     from .jobs import SubmitError
 
     fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
-    if fit.problems:
+    if dry_run:
+        echo_printable(describe_cluster_fit(fit, plan), err=True)
+        if fit.problems:
+            raise typer.Exit(1)
+    elif fit.problems:
         raise SubmitError(
             "\n".join(f"does not fit: {p}" for p in fit.problems)
             + "\n(--no-check submits it all the same)"
@@ -204,21 +216,3 @@ def stop(
     echo_printable(
         f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}"
     )
-
-
-def cluster(
-    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
-    overrides: OverridesArgument = None,
-    address: AddressOption = "",
-    token_file: TokenOption = "",
-) -> None:
-    """Compare a run's needs with the resources of a Ray cluster; exit code 1 if it does not fit."""
-    from ..fit import check_cluster_fit, describe_cluster_fit, query_nodes
-    from ..preflight import make_checked_plan
-
-    config = load_command_config(preset, overrides or [])
-    plan = make_checked_plan(config, import_code=False, made_elsewhere=True)
-    with _open_jobs(address or config.cluster.address, token_file) as jobs:
-        fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
-    echo_printable(describe_cluster_fit(fit, plan))
-    raise typer.Exit(1 if fit.problems else 0)

@@ -60,8 +60,8 @@ if [ "$nodes" -gt 1 ]; then
   workers=$!
 fi
 
-# The nodes join one by one: until they hold the run, `cluster` exits with 1 and the reason.
-until "$bin/r3async" cluster "$@" --address "$api"; do
+# The nodes join one by one: until they hold the run, a dry run exits with 1 and the reason.
+until "$bin/r3async" submit "$@" --dry-run --address "$api" > /dev/null; do
   kill -0 "$head" || { echo "the head of the Ray cluster ended" >&2; exit 1; }
   [ $SECONDS -lt "$wait_s" ] || { echo "the cluster does not hold the run after $wait_s s" >&2; exit 1; }
   sleep 5

@@ -133,9 +133,7 @@ class LeaseClient:
         self._silence_seconds = config.supervise.silence_seconds
         self._set_fleet_size(settings.count)
         self._lease_size = schedule.group_size if schedule.split == "idle" else 1
-        self._concurrency = ConcurrencyLimiter(
-            settings.concurrency_min, settings.concurrency, clock
-        )
+        self._concurrency = ConcurrencyLimiter(1, settings.concurrency, clock)
         self._idle_counter = IdleTimeCounter(clock)
         self.open_calls: dict[asyncio.Task[LeaseAnswer], int] = {}
         """Calls that are not answered yet, with the number of episodes that each requests. When a

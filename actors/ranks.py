@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
 
 R = TypeVar("R")
+MAX_CONSECUTIVE_RESTARTS = 3
+"""Times in a row, without a step in between, that the ranks restart when one is lost."""
 
 
 class RemoteRanks:
@@ -45,7 +47,7 @@ class RemoteRanks:
     (`supervise.copy_steps`), repeat the calls that came after these, and then the call during which
     one was lost. So the same weights follow, bit by bit, if the same computation gives the same
     bits. A call raises `RankLost` if they cannot be started again: ranks of several hosts,
-    `weights.backend = "nccl"`, no copies, or one lost `supervise.max_rank_restarts` times without a
+    `weights.backend = "nccl"`, no copies, or one lost `MAX_CONSECUTIVE_RESTARTS` times without a
     step in between.
     """
 
@@ -501,7 +503,7 @@ class RemoteRanks:
                 if (
                     not log.copy_steps
                     or self._start_ranks is None
-                    or self._consecutive_restarts >= self._config.supervise.max_rank_restarts
+                    or self._consecutive_restarts >= MAX_CONSECUTIVE_RESTARTS
                 ):
                     raise lost
                 for process in lost_ranks.processes:

@@ -20,7 +20,7 @@ from r3async.checkpoint import (
 from r3async.checkpoint.run_lock import RunLock
 from r3async.checkpoint.run_starts import describe_origin, mark_run_directory, read_run_starts
 from r3async.checkpoint.state import RECORD_FILES
-from r3async.config import Config, ConfigError, config_from_dict, config_to_dict, config_to_toml
+from r3async.config import Config, ConfigError, config_from_saved, config_to_dict, config_to_toml
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import QUARANTINE_FILE, read_json_objects
 from r3async.untrusted import decode_toml
@@ -139,7 +139,7 @@ def check_run_directory(
         raise _make_foreign_directory_error(directory)
     if not steps:
         saved = decode_toml(read_file(directory / "config.toml", files=files))
-        check_resume_settings(config_to_dict(config_from_dict(saved)), config)
+        check_resume_settings(config_to_dict(config_from_saved(saved)), config)
         return
     try:
         newest = open_checkpoint(checkpoints.step_path(steps[-1]), check_tensors=False, files=files)
@@ -171,7 +171,7 @@ def _restart_without_checkpoint(
         return False
     saved = decode_toml(read_file(before, files=world.files))
     for key, (was, now) in check_resume_settings(
-        config_to_dict(config_from_dict(saved)), config
+        config_to_dict(config_from_saved(saved)), config
     ).items():
         say(f"changed since the run began: {key} was {was!r}, is {now!r}")
     say(f"{directory} has no checkpoint yet: the run starts again, with what its spool has kept")

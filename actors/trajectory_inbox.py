@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 ARRIVAL_POLL_SECONDS = 1.0
 """Maximum seconds between two looks at what has arrived."""
 CLOSE_SECONDS = 5.0
+QUARANTINE_BYTES = 64 * 2**20
+"""Maximum size of `quarantine/`. The oldest trajectories are dropped first."""
 
 
 class TrajectoryInbox:
@@ -90,7 +92,7 @@ class TrajectoryInbox:
         self.staleness_bound = compute_staleness_bound(schedule)
         self._slot_count = count_slots(schedule)
         self._quarantine = TrajectoryQuarantine(
-            run_dir / "quarantine", config.buffer.quarantine_bytes, events.error, files=world.files
+            run_dir / "quarantine", QUARANTINE_BYTES, events.error, files=world.files
         )
         self.spool: Spool | None = None
         """The spool; None without durability."""
@@ -220,7 +222,7 @@ class TrajectoryInbox:
             staleness_bound=self.staleness_bound if self._expects_steps else None,
             lineage=self._lineage,
             is_recovered=is_recovered,
-            needs_supports=self._config.episode.needs_sampling_mask,
+            needs_supports=self._config.episode.truncates_sampling,
         )
         return {at: str(error) for at, error in find_invalid(trajectories, check).items()}
 

@@ -11,7 +11,7 @@ import msgspec
 
 from r3async.checkpoint import Checkpoint, CheckpointError, find_checkpoint
 from r3async.checkpoint.resume_checks import check_start_model
-from r3async.config import Config, ParallelConfig, config_from_dict
+from r3async.config import Config, ParallelConfig, config_from_saved
 from r3async.world.files import make_directory, replace_directory
 
 
@@ -121,7 +121,7 @@ def _find_source(run_or_checkpoint: Path, model: Path | None) -> tuple[Checkpoin
 
 def _to_single_rank(opened: Checkpoint) -> Config:
     """Return the run's configuration for one rank."""
-    config = config_from_dict(
+    config = config_from_saved(
         {k: v for k, v in opened.state.config.items() if k in Config.__struct_fields__}
     )
     config.algorithm.reference_kl.coef = 0.0  # otherwise a copy of the start model would be kept

@@ -183,9 +183,7 @@ def _render_basic_row(name: str, row: str) -> str:
 
 PAGE_NAME = re.compile(r"docs/([\w-]+)\.md(#[\w-]+)?")
 _TABLE_HEAD = ["| key | type, default | |", "|---|---|---|"]
-_PARALLEL_ROW = (
-    "| table | Ranks of each kind of parallelism: `dp`, `tp`, `pp`, `ep`, `cp`, `vpp`. |"
-)
+_PARALLEL_ROW = "| table | Ranks of each kind of parallelism: `dp`, `tp`, `pp`, `ep`, `cp`. |"
 
 
 def _render_section(

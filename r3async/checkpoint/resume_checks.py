@@ -12,7 +12,13 @@ import msgspec
 from r3async.checkpoint.directory import WEIGHT_SUFFIXES
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
-from r3async.config import REDACTED, Config, config_to_dict, flatten_section
+from r3async.config import (
+    REDACTED,
+    Config,
+    config_to_dict,
+    flatten_section,
+    upgrade_saved_settings,
+)
 from r3async.untrusted import decode_json
 from r3async.world import Files
 from r3async.world.real import REAL_WORLD
@@ -52,7 +58,11 @@ def find_changed_settings(saved: Mapping[str, Any], config: Config) -> dict[str,
     # In the form that a checkpoint has: without tuples.
     old, new, defaults = (
         flatten_section(decode_json(msgspec.json.encode(each)))
-        for each in (saved, config_to_dict(config), config_to_dict(Config()))
+        for each in (
+            upgrade_saved_settings(saved),
+            config_to_dict(config),
+            config_to_dict(Config()),
+        )
     )
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):

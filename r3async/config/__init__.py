@@ -31,6 +31,7 @@ from r3async.config.learner import LearnerConfig as LearnerConfig
 from r3async.config.learner import LoraConfig as LoraConfig
 from r3async.config.learner import ParallelConfig as ParallelConfig
 from r3async.config.load import config_from_dict as config_from_dict
+from r3async.config.load import config_from_saved as config_from_saved
 from r3async.config.load import config_to_dict as config_to_dict
 from r3async.config.load import config_to_toml as config_to_toml
 from r3async.config.load import find_config as find_config
@@ -41,6 +42,7 @@ from r3async.config.load import parse_mix_entries as parse_mix_entries
 from r3async.config.load import parse_override as parse_override
 from r3async.config.load import preset_directory as preset_directory
 from r3async.config.load import resolve_envs as resolve_envs
+from r3async.config.load import upgrade_saved_settings as upgrade_saved_settings
 from r3async.config.model import InitConfig as InitConfig
 from r3async.config.observe import LogConfig as LogConfig
 from r3async.config.observe import ObserveConfig as ObserveConfig

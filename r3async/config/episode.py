@@ -35,10 +35,6 @@ class EpisodeConfig(Section):
     """Sample from this many most probable tokens. 0: from all."""
     min_p: UnitFraction = 0.0
     """Sample from tokens with at least this share of the top token's probability. 0: from all."""
-    keep_sampling_mask: bool = True
-    """Record which tokens `top_p`, `top_k` or `min_p` allowed, and normalize the learner's
-    log-probs over the same ones. Off: every importance ratio is too low, which the trust region
-    takes for drift."""
     stop: list[str] = msgspec.field(default_factory=list)
     """Strings that end an answer. They are kept and trained; what the chat template adds to close
     the turn is not."""
@@ -50,19 +46,12 @@ class EpisodeConfig(Section):
     retries: int = 2
     """Times an episode is tried again after the environment failed. Code that raises twice at one
     place is not retried, unless a connection or a time-out caused it."""
-    engine_retries: int = 2
-    """Times in an episode that a call is repeated after the engine failed; earlier turns are
-    kept."""
 
     @property
     def truncates_sampling(self) -> bool:
-        """True if sampling may exclude tokens."""
+        """True if sampling may exclude tokens; then the set of tokens that could be sampled is
+        recorded with each sampled token."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-    @property
-    def needs_sampling_mask(self) -> bool:
-        """True if the set of tokens that could be sampled is recorded with each sampled token."""
-        return self.keep_sampling_mask and self.truncates_sampling
 
     def check_values(self) -> None:
         if self.max_prompt_tokens >= self.max_total_tokens:

@@ -16,10 +16,8 @@ class GeneratorConfig(Section):
     """Generators, each with an engine of its own. `r3async scale` changes it
     while the run trains."""
     concurrency: PositiveInt = 64
-    """Maximum number of episodes that one generator runs at once."""
-    concurrency_min: PositiveInt = 1
-    """Minimum number of episodes that one generator runs at once. Between the two, the number
-    follows the fill of the KV cache. Set it to `concurrency` to keep it fixed."""
+    """Maximum number of episodes that one generator runs at once. Below it, the number follows the
+    fill of the KV cache."""
     engine: Literal["vllm", "scripted"] = "vllm"
     """Rollout engine. `scripted`: random letters without a model, to rehearse failures; with
     `weights.probe=false` or `learner.backend="scripted"`."""
@@ -47,7 +45,3 @@ class GeneratorConfig(Section):
     """Arguments for vLLM's AsyncEngineArgs. Refused are those that r3async sets or relies on, and
     those whose effect is neither planned nor probed. The scripted engine takes `token_seconds`
     and `install_seconds`."""
-
-    def check_values(self) -> None:
-        if self.concurrency_min > self.concurrency:
-            raise ValueError("`concurrency_min` must not be more than `concurrency`")

@@ -18,9 +18,8 @@ class RoutingConfig(Section):
     run. Used with replay."""
     trace: Literal["off", "sample", "all"] = "sample"
     """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
-    `trace_every`-th step. `all`: every one, for `r3async inspect verify` and whole groups in the
+    tenth step. `all`: every one, for `r3async inspect verify` and whole groups in the
     report. A token takes 41 bytes, and 3 ids for each MoE layer and expert."""
-    trace_every: PositiveInt = 10
 
 
 class ParallelConfig(Section):
@@ -40,8 +39,6 @@ class ParallelConfig(Section):
     cp: PositiveInt = 1
     """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during
     attention (Ulysses). Each has `1 / cp` of the activations."""
-    vpp: PositiveInt = 1
-    """Virtual pipeline stages: not supported."""
 
     @property
     def world_size(self) -> int:
@@ -53,12 +50,6 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"`ep` = {self.ep} must divide dp * cp * tp = {stage}: experts are "
                 "divided among these"
-            )
-        if self.vpp > 1:
-            raise ValueError(
-                "`vpp` (virtual pipeline stages) is not supported: a rank would hold several "
-                "separate pieces of the model, and neither weights nor recorded routes are divided "
-                "that way; use `pp` alone"
             )
 
 

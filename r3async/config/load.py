@@ -4,6 +4,7 @@ checked.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import typing
@@ -34,9 +35,14 @@ from r3async.untrusted import MalformedError, decode_toml, format_value
 
 REMOVED_KEYS = {
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
+    "buffer.quarantine_bytes": "`quarantine/` always holds 64 MiB",
+    "episode.engine_retries": "a call that the engine failed at is always repeated twice",
+    "episode.keep_sampling_mask": "the mask is always recorded",
     "evaluation.episodes": "it is `evaluation.tasks` now",
     "evaluation.every": "it is `evaluation.every_steps` now",
     "evaluation.samples": "it is `evaluation.samples_per_task` now",
+    "generator.concurrency_min": "the fewest episodes at once are always 1",
+    "learner.parallel.vpp": "there are no virtual pipeline stages: use `learner.parallel.pp`",
     "log.mlflow_uri": "set the variable MLFLOW_TRACKING_URI",
     "log.wandb_mode": "set the variable WANDB_MODE",
     "model.init.gate_std": "router weights of a new model always have a standard deviation of 0.1",
@@ -50,10 +56,43 @@ REMOVED_KEYS = {
     "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
     "observe.sinks": "it is `log.to` now",
     "observe.wandb_mode": "set the variable WANDB_MODE",
+    "routing.trace_every": "a sample is always of every tenth step: `routing.trace` = 'all' for more",
+    "schedule.difficulty.among": "the curriculum always chooses among four tasks",
     "schedule.groups_per_step": "it is `schedule.prompts_per_step` now",
+    "schedule.pace_seconds": "the slower side is always named after 60 s",
     "schedule.samples_per_group": "it is `schedule.group_size` now",
+    "serving.max_body_bytes": "a request always has at most 4 MiB",
+    "serving.max_messages": "a request always has at most 1024 messages",
+    "serving.model_name": "the model is always called 'policy', and requests may name any",
+    "serving.read_timeout": "a request always has 30 s to arrive",
+    "supervise.max_rank_restarts": "ranks always restart three times in a row",
+    "transport.routes": "routes are always sent with as many bits as an expert's number has",
 }
 """Keys that no longer exist, and what replaces them."""
+
+
+def upgrade_saved_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run saved, maybe of an earlier release, without those that no
+    longer exist. A renamed one has its new name."""
+    out = copy.deepcopy(dict(saved))
+    for old, now in REMOVED_KEYS.items():
+        section, _, key = old.rpartition(".")
+        table = _find_table(out, section)
+        if key in table:
+            value = table.pop(key)
+            if now.startswith("it is `"):
+                for name in reversed(now.split("`")[1].split(".")):
+                    value = {name: value}
+                out = merge_tables(out, value)
+    return out
+
+
+def _find_table(settings: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return the table at a dotted name; an empty one if there is none."""
+    table: Any = settings
+    for name in section.split("."):
+        table = table.get(name) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else {}
 
 
 @functools.cache
@@ -285,13 +324,17 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     data = expand_shorthand(data)
+    # A run's own `config.toml` has all sections, and maybe keys of an earlier release.
+    is_saved = set(Config.__struct_fields__) <= data.keys()
+    if is_saved:
+        data = upgrade_saved_settings(data)
     preset = path.parent.resolve() == preset_directory().resolve()
     if not preset and path.parent.resolve() != Path.cwd():
         data = resolve_relative_paths(data, path.parent)
     base = data.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
-    own = _ConfigLayer(data, not preset and not set(Config.__struct_fields__) <= data.keys())
+    own = _ConfigLayer(data, not preset and not is_saved)
     return [*_read_layers(find_config(base), (*seen, path)), own] if base is not None else [own]
 
 
@@ -442,6 +485,11 @@ def refuse_literal_secrets(config: Config, overrides: Sequence[str]) -> None:
 
 def config_from_dict(data: Mapping[str, Any]) -> Config:
     return _convert_value(Config, data, "")
+
+
+def config_from_saved(saved: Mapping[str, Any]) -> Config:
+    """Return the configuration that a run saved, maybe of an earlier release."""
+    return config_from_dict(upgrade_saved_settings(saved))
 
 
 def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from r3async.config.section import PositiveFloat, PositiveInt, Section, SignedFloat, UnitFraction
+from r3async.config.section import PositiveInt, Section, SignedFloat, UnitFraction
 
 
 class DifficultyConfig(Section):
@@ -24,10 +24,8 @@ class DifficultyConfig(Section):
     hard: SignedFloat = 0.0
     """Mean reward of a group at or below which it is too hard."""
     target: SignedFloat | None = None
-    """Curriculum: among `among` tasks, the next one and random others, use the one whose latest
+    """Curriculum: among four tasks, the next one and random others, use the one whose latest
     mean reward is nearest to this. Unset: tasks are used in turn."""
-    among: PositiveInt = 4
-    """Number of tasks that the curriculum chooses from."""
 
     @property
     def is_active(self) -> bool:
@@ -54,8 +52,6 @@ class ScheduleConfig(Section):
     """When one group runs on several generators. `idle`: when fewer groups can be leased than
     generators are idle, or a group is larger than what one may run at once. `capacity`: also
     whenever a generator has capacity for a part."""
-    pace_seconds: PositiveFloat = 60.0
-    """Seconds that one side waits for the other before an event names the slower side."""
     prompts_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, the minimum."""
     tokens_per_step: int = 0

@@ -7,7 +7,7 @@ import ipaddress
 import msgspec
 
 from r3async.config.secrets import Secret
-from r3async.config.section import Port, PositiveFloat, PositiveInt, Section, SignedFloat
+from r3async.config.section import Port, PositiveInt, Section, SignedFloat
 
 LOOPBACK_HOST = "127.0.0.1"
 
@@ -58,20 +58,12 @@ class ServingConfig(Section):
     """Token for opening sessions. Empty: a random one for each generator. `$NAME`: a variable of
     the generator. It is written to no file, so give it again when you resume, unless it is a
     `$NAME`."""
-    model_name: str = "policy"
-    """Name of the model in `/v1/models`. Requests may name any."""
     tool_parser: str = "auto"
     """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's, for
     the form of Hermes and Qwen. Otherwise vLLM's of that name, such as `llama3_json`."""
-    max_body_bytes: PositiveInt = 4 * 2**20
-    """Maximum size of one request in bytes."""
-    max_messages: PositiveInt = 1024
-    """Maximum number of messages, and of tools, in one request."""
     max_connections: PositiveInt = 512
     """Maximum number of connections to one endpoint. A further one replaces the oldest that has
     shown no key; if all have, it is closed."""
-    read_timeout: PositiveFloat = 30.0
-    """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64
     """Maximum number of open sessions for agents that others start."""
     unrewarded: SignedFloat | None = None

@@ -27,9 +27,6 @@ class SuperviseConfig(Section):
     max_run_restarts: int = 3
     """Times the run restarts from its newest checkpoint when the learner or the conductor is
     lost."""
-    max_rank_restarts: int = 3
-    """Times in a row, without a step in between, that the ranks restart when one is lost. Then
-    the run restarts from its newest checkpoint."""
     copy_steps: int = 1
     """Steps between two copies of the state of a learner of several ranks on one host, from which
     they restart if one is lost. There are two, and a third while one is made, of 12 bytes a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from r3async.config.section import ByteCount, PositiveFloat, PositiveInt, Section
+from r3async.config.section import ByteCount, PositiveFloat, Section
 
 
 class TransportConfig(Section):
@@ -19,9 +19,6 @@ class TransportConfig(Section):
     """Seconds without an acknowledgement after which a sender connects again and resends."""
     max_message_bytes: ByteCount = 64 * 2**20
     """Size of the largest trajectory, in memory."""
-    routes: Literal["plain", "bits"] = "bits"
-    """Encoding of recorded routes. `plain`: one byte an expert, two beyond 256 experts. `bits`:
-    as many bits as an id has (7/8 of the bytes with 128 experts)."""
     keys: str = ""
     """Directory made by `python -m r3async.tools keys`: only peers with a key in it are let in. Empty: each start
     makes new keys. Connections are encrypted in both cases."""
@@ -43,6 +40,3 @@ class BufferConfig(Section):
     step needs."""
     fsync: bool = False
     """With `disk`, survive power loss too: each acknowledgement waits for the device."""
-    quarantine_bytes: PositiveInt = 64 * 2**20
-    """Size of `quarantine/`, for accepted trajectories that cannot be trained. The oldest are
-    dropped first."""

@@ -53,11 +53,6 @@ READ_CONDITIONS = (
         lambda c: c.model.init.max_warm_steps,
     ),
     ReadCondition(
-        ("episode.keep_sampling_mask",),
-        "`episode.top_p`, `top_k` or `min_p`",
-        lambda c: c.episode.truncates_sampling,
-    ),
-    ReadCondition(
         ("schedule.window",), "`schedule.max_staleness`", lambda c: c.schedule.max_staleness
     ),
     ReadCondition(
@@ -71,19 +66,9 @@ READ_CONDITIONS = (
         lambda c: c.schedule.difficulty.settled_share < 1,
     ),
     ReadCondition(
-        ("schedule.difficulty.among",),
-        "`schedule.difficulty.target`",
-        lambda c: c.schedule.difficulty.target is not None,
-    ),
-    ReadCondition(
         ("routing.min_recorded_fraction",),
         '`routing.replay` = "rollout"',
         lambda c: c.routing.replay == "rollout",
-    ),
-    ReadCondition(
-        ("routing.trace_every",),
-        '`routing.trace` = "sample"',
-        lambda c: c.routing.trace == "sample",
     ),
     ReadCondition(
         ("algorithm.normalize_std",),

@@ -41,7 +41,7 @@ OWNED_ENGINE_ARGS = {
     "enable_return_routed_experts": (
         "routes are recorded for every MoE model; `routing.replay` says what is done with them"
     ),
-    "return_sampling_mask": "set `episode.keep_sampling_mask`",
+    "return_sampling_mask": "`episode.top_p`, `top_k` and `min_p` turn it on",
     "logprobs_mode": (
         "rollout log-probs must be those of the distribution that was sampled from, "
         "after temperature"

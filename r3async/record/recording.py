@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.config import Config, ConfigError, config_from_dict, config_to_dict
+from r3async.config import Config, ConfigError, config_from_saved, config_to_dict
 from r3async.data.container import RecordFormat, TornRecord, map_file
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import Lineage
@@ -149,7 +149,7 @@ def read_recorded_settings(run_dir: Path, lineage: int, files: Files = REAL_WORL
     `RecordingError`."""
     path = run_dir / RECORDING_DIRECTORY / f"settings-{lineage:04d}.json"
     try:
-        return config_from_dict(decode_json_object(read_file(path, files=files)))
+        return config_from_saved(decode_json_object(read_file(path, files=files)))
     except (OSError, MalformedError, ConfigError) as error:
         raise RecordingError(f"{path}: {error}") from error
 

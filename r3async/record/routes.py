@@ -46,6 +46,8 @@ ROUTES_CONTAINER = RecordFormat(b"r3route2")
 _ARRAY_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
 MAX_PENDING_BYTES = 64 * 2**20
 """Maximum bytes of records in memory that the disk has not taken yet; one record may take 5 MB."""
+TRACE_EVERY_STEPS = 10
+"""Steps between two of which `routing.trace` = "sample" keeps a trajectory."""
 _EPISODE_ID = re.compile(r"(g(\d{1,18})e(\d{1,18}))(?:[ts](\d{1,18}))?")
 
 
@@ -80,12 +82,12 @@ class TraceFilter:
 
     def __init__(self, config: Config):
         self._mode = config.routing.trace
-        self._groups = config.schedule.prompts_per_step * config.routing.trace_every
+        self._groups = config.schedule.prompts_per_step * TRACE_EVERY_STEPS
 
     def should_trace(self, episode_id: str) -> bool:
         """Return True if the routes of this episode are kept.
 
-        Mode `sample` keeps the first trajectory of every `routing.trace_every`-th step, starting
+        Mode `sample` keeps the first trajectory of every `TRACE_EVERY_STEPS`-th step, starting
         with the first step.
         """
         if self._mode == "off" or (which := parse_episode_id(episode_id)) is None:

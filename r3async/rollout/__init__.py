@@ -34,7 +34,7 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
         settings,
         max_model_len=config.episode.max_total_tokens,
         seed=seed,
-        record_sampling_masks=config.episode.needs_sampling_mask,
+        record_sampling_masks=config.episode.truncates_sampling,
         adapters=AdapterSettings(lora.rank, lora.list_served_modules(), slots)
         if lora.delivers_adapters
         else None,

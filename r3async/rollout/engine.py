@@ -14,6 +14,8 @@ from r3async.data.versions import VersionSpan
 from r3async.weights.manifest import TensorMismatch, WeightManifest
 from r3async.weights.probe import SampledProbe, choose_probe_positions
 
+ENGINE_RETRIES = 2
+"""Times in an episode that a call is repeated after the engine failed. Earlier turns are kept."""
 TENSOR_NAMES_FILE = "tensor-names.json"
 """File with a list of the model's tensor names, in a model directory without weights. An engine
 then starts with dummy weights."""

@@ -21,6 +21,7 @@ from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.conversation import Conversation
 from r3async.rollout.engine import (
+    ENGINE_RETRIES,
     EngineError,
     EngineLostError,
     Generation,
@@ -85,7 +86,7 @@ class RetryingEngine:
     """A wrapper of the engine that retries the calls of one episode, and reports each that failed.
 
     A call that fails in the engine, or is aborted, is repeated while the environment or the
-    agent waits, up to `episode.engine_retries` times per episode. Calls may overlap; all belong
+    agent waits, up to `ENGINE_RETRIES` times per episode. Calls may overlap; all belong
     to one event loop.
     """
 
@@ -125,7 +126,7 @@ class RetryingEngine:
                     attempt=self._failure_count,
                     error=summarize_error(error).line,
                 )
-                if self._failure_count > self._settings.engine_retries:
+                if self._failure_count > ENGINE_RETRIES:
                     raise
 
     async def _try_generate(
@@ -142,7 +143,7 @@ class RetryingEngine:
             top_p=self._settings.top_p,
             top_k=self._settings.top_k,
             min_p=self._settings.min_p,
-            needs_sampling_mask=self._settings.needs_sampling_mask,
+            needs_sampling_mask=self._settings.truncates_sampling,
             stop_strings=tuple(dict.fromkeys([*self._settings.stop, *stop])),
             stop_token_ids=self._stop_token_ids,
             routes_from=call.routes_from,
@@ -173,7 +174,7 @@ class EpisodePlayer:
         self._env = env
         self._context = context
         self._samples = EpisodeSamples(
-            context.engine.routing, settings.rows, settings.needs_sampling_mask
+            context.engine.routing, settings.rows, settings.truncates_sampling
         )
         self._retrying_engine = RetryingEngine(task.trajectory_id, settings, context)
         self._preview: list[dict[str, str]] = []

@@ -11,7 +11,7 @@ from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
 from r3async.envs.seeding import seed_global_generators
-from r3async.rollout.engine import EngineError, EngineLostError
+from r3async.rollout.engine import ENGINE_RETRIES, EngineError, EngineLostError
 from r3async.rollout.episode import (
     EngineAbortError,
     EpisodeError,
@@ -59,7 +59,7 @@ class RetryingPlayer:
     ):
         self._retry_budgets: dict[FailureSource, int] = {
             "environment": settings.retries,
-            "engine": settings.engine_retries,
+            "engine": ENGINE_RETRIES,
         }
         self._context = context
         self._factory = factory
@@ -77,7 +77,7 @@ class RetryingPlayer:
         An episode whose environment fails is played again from its beginning, up to
         `episode.retries` times, but not once more if the user's code raised twice at one place. A
         call that fails in the engine is repeated within the episode (`RetryingEngine`), up to
-        `episode.engine_retries` times. A first prompt that is too long fails at once. An episode
+        `ENGINE_RETRIES` times. A first prompt that is too long fails at once. An episode
         that failed for good is returned as a trajectory without turns (`build_failed_trajectory`);
         or, with `raise_failures`, `EpisodeError` is raised with the last error's traceback. Without
         it, `EngineLostError` is raised if the engine is lost: the episode has not failed, and
@@ -191,5 +191,5 @@ def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> Base
 
 
 def _describe_budget(failed_by: FailureSource, tries: int, retries: int) -> str:
-    setting = "episode.engine_retries" if failed_by == "engine" else "episode.retries"
-    return f"{tries} {'try' if tries == 1 else 'tries'} ({setting} = {retries})"
+    setting = "" if failed_by == "engine" else f" (episode.retries = {retries})"
+    return f"{tries} {'try' if tries == 1 else 'tries'}{setting}"

@@ -25,6 +25,8 @@ from r3async.data.tokens import Trajectory
 MAX_CANDIDATES = 64
 """Maximum number of tasks looked at for one group. If nearly all are settled, one of them is
 posed all the same."""
+CURRICULUM_TASKS = 4
+"""Number of tasks that the curriculum (`schedule.difficulty.target`) chooses from."""
 
 NO_SIZE_MESSAGE = (
     "`schedule.difficulty` needs tasks that come again, and this environment does not know how "
@@ -91,7 +93,7 @@ class TaskHistory:
                 if not self._classify_task(task) or rng.random() < settings.settled_share:
                     yield task
 
-        found = list(islice(wanted(), 1 if settings.target is None else settings.among))
+        found = list(islice(wanted(), 1 if settings.target is None else CURRICULUM_TASKS))
         return min(found, key=self._distance_to_target) if found else looked_at[0]
 
     def _distance_to_target(self, task: int) -> float:

@@ -22,7 +22,7 @@ TRAJECTORY_HEADER_BYTES = 4096
 def max_trajectory_bytes(config: Config, routing: RoutingShape | None) -> int:
     """Return the bytes that one trajectory may take in memory: every turn a separate row, each as
     long as it may be."""
-    if config.episode.needs_sampling_mask:
+    if config.episode.truncates_sampling:
         # A support takes up to a bit for each token of the vocabulary.
         return config.transport.max_message_bytes
     rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
@@ -39,7 +39,7 @@ def max_buffer_bytes(config: Config, routing: RoutingShape | None) -> int:
     schedule = config.schedule
     groups = count_slots(schedule)
     episodes = groups * schedule.group_size
-    per_token = _bytes_per_token(routing, config.episode.needs_sampling_mask)
+    per_token = _bytes_per_token(routing, config.episode.truncates_sampling)
     return episodes * (config.episode.max_total_tokens * per_token + TRAJECTORY_HEADER_BYTES)
 
 

@@ -22,6 +22,8 @@ import msgspec
 from r3async.config import ScheduleConfig
 from r3async.world import EventReporter
 
+PACE_SECONDS = 60.0
+"""Seconds that one side waits for the other before an event names the slower side."""
 PACE_STEPS = 16
 """Number of the latest steps that are evaluated together."""
 IDLE_THRESHOLD = 0.3
@@ -219,7 +221,7 @@ class PaceMonitor:
         self._clock = clock
         self._places = IdleShareMeter()
         self._engines = IdleShareMeter()
-        self._pace = PaceAnalyzer(schedule.pace_seconds)
+        self._pace = PaceAnalyzer(PACE_SECONDS)
         self._last_step_end: float | None = None
         self._idle_share = self._engine_idle_share = 0.0
         self._last_received = 0

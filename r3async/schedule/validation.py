@@ -303,7 +303,7 @@ def validate_trajectories(
         staleness_bound: Maximum age of a trained token, in versions.
         lineage: Lineage of the run's start.
         is_recovered: True if the trajectories were stored before `lineage` began.
-        needs_supports: True if trained tokens must have a support (`episode.keep_sampling_mask`),
+        needs_supports: True if trained tokens must have a support (sampling excluded some),
             False if none may.
     """
     if not trajectories:
@@ -359,8 +359,7 @@ def _check_supports_allowed(
         if SUPPORT_COLUMN not in sample.table:
             if needs_supports and sample.table["loss_mask"].any():
                 raise InvalidTrajectory(
-                    f"sample {sample.sample_id} has no supports, and "
-                    "episode.keep_sampling_mask is set"
+                    f"sample {sample.sample_id} has no supports, and sampling may exclude tokens"
                 )
             continue
         supports = sample.table[SUPPORT_COLUMN]

@@ -108,7 +108,7 @@ class TrajectoryEncoder:
 
     def _encode_one(self, trajectory: Trajectory) -> OutgoingTrajectory | Exception:
         try:
-            frames = encode_trajectory(trajectory, routes=self._settings.routes)
+            frames = encode_trajectory(trajectory, routes="bits")
         except Exception as error:
             return error
         nbytes = decoded_bytes(frames, trajectory)

@@ -44,7 +44,7 @@ def make_trajectory(
 
 def encoded(trajectory: Trajectory) -> list[bytes | memoryview]:
     """Encode a trajectory as a sender with the default settings does."""
-    return wire.encode_trajectory(trajectory, routes=TransportConfig().routes)
+    return wire.encode_trajectory(trajectory, routes="bits")
 
 
 def wire_size(trajectory: Trajectory) -> int:

@@ -115,10 +115,10 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_pa
     assert calls[0] != writes[0]
 
 
-def test_a_rank_that_dies_and_may_not_start_again_ends_the_step_with_its_number(both):
+def test_a_rank_that_dies_and_may_not_start_again_ends_the_step_with_its_number(both, monkeypatch):
     """The last test of each pair of actors."""
-    settings, _, ranked, directory = both
-    settings.supervise.max_rank_restarts = 0
+    _, _, ranked, directory = both
+    monkeypatch.setattr("r3async.actors.ranks.MAX_CONSECUTIVE_RESTARTS", 0)
     assert REAL_WORLD.processes.request_stack_dump(*ranked.processes[0])  # as at a stall
     deadline = time.monotonic() + 30
     while "most recent call first" not in (directory / "logs" / "learner-rank-0.log").read_text():

@@ -91,7 +91,6 @@ def play(model_path, directory, kills, **parallel):
     (directory / "kills.json").write_text(json.dumps(kills))
     told, config = [], settings(**parallel)
     config.weights.directory = str(directory / "weights")
-    config.supervise.max_rank_restarts = len(KILLS)
     learner = MortalLearner.load(
         config, model_path, directory, report_event=lambda event, **facts: told.append((event, facts))
     )

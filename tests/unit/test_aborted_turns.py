@@ -113,10 +113,10 @@ async def test_a_row_that_branches_is_asked_again_too():
 async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_begun_again():
     chat, engine = await engine_that("error", *range(1, 99))
     env, reports = Counts(), []
-    player = make_player(lambda: env, engine, chat, limits(engine_retries=2, retries=2), reports)
+    player = make_player(lambda: env, engine, chat, limits(retries=2), reports)
     with pytest.raises(ExceptionGroup) as raised:
         await play_lease(player, 0, 9, (0,))
-    assert "; 3 tries (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
+    assert "; 3 tries" in str(raised.value.exceptions[0])
     assert (env.begun, len(engine.requests)) == (1, 4)
     assert [event for event, _ in reports] == ["call_failed"] * 3 + ["episode_failed"]
 
@@ -140,12 +140,12 @@ async def test_an_agent_is_answered_late_and_does_not_notice(how):
 
 async def test_an_agent_whose_engine_fails_too_often_is_refused_and_the_engine_named():
     chat, engine = await engine_that("nothing", *range(1, 99))
-    session = AgentSession(TASK, limits(engine_retries=1), PlayContext(engine, chat))
+    session = AgentSession(TASK, limits(), PlayContext(engine, chat))
     await handed_out(session.answer_chat([Message("user", "go")]))
     with pytest.raises(ApiError, match="the engine failed") as refused:
         await handed_out(session.answer_chat([Message("user", "again")]))
     assert not refused.value.can_retry
-    assert len(engine.requests) == 3
+    assert len(engine.requests) == 4
     assert "aborted" in str(session.engine_failure)
 
 

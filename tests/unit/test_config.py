@@ -5,10 +5,13 @@ import subprocess
 import sys
 import tomllib
 
+import msgspec
 import pytest
 
+from r3async.checkpoint.resume_checks import check_resume_settings
 from r3async.config import ConfigError, config_from_dict, config_to_toml, load_config
 from r3async.config.load import REMOVED_KEYS
+from r3async.config.shorthand import merge_tables
 
 
 @pytest.mark.parametrize(
@@ -123,3 +126,24 @@ def test_a_setting_with_a_new_name_is_refused_by_the_old_one_and_the_new_one_exi
 def test_a_set_of_evaluations_refuses_an_old_name_with_the_new_one(old, new):
     with pytest.raises(ConfigError, match=f"unknown key `evaluation.sets.a.{old}`: it is `evaluation.{new}` now"):
         load_config("quickstart", [f"evaluation.sets.a.{old}=3"])
+
+
+OLD_SETTINGS = {
+    "schedule": {"groups_per_step": 4, "pace_seconds": 60.0},
+    "serving": {"max_messages": 1024},
+    "learner": {"parallel": {"vpp": 1}},
+}
+"""Settings that an earlier release saved, beside those of today."""
+
+
+def test_settings_that_an_earlier_release_saved_are_read_with_their_names_of_today(tmp_path):
+    config = load_config("quickstart")
+    data = merge_tables(tomllib.loads(config_to_toml(config)), OLD_SETTINGS)
+    del data["schedule"]["prompts_per_step"]
+    path = tmp_path / "config.toml"
+    path.write_bytes(msgspec.toml.encode(data))
+    assert load_config(str(path)) == load_config("quickstart", ["schedule.prompts_per_step=4"])
+    changed = check_resume_settings(data, load_config("quickstart", ["schedule.prompts_per_step=4", "learner.lr=1e-5"]))
+    assert changed == {"learner.lr": (3e-4, 1e-5)}
+    with pytest.raises(ConfigError, match=r"unknown key `schedule\.groups_per_step`"):
+        load_config("quickstart", ["schedule.groups_per_step=4"])

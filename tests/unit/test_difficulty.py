@@ -66,7 +66,7 @@ def test_where_all_are_settled_one_is_posed_all_the_same():
 
 
 def test_a_curriculum_takes_new_tasks_first_and_then_those_near_its_target():
-    settings = DifficultyConfig(groups=1, target=0.5, among=4)
+    settings = DifficultyConfig(groups=1, target=0.5)
     cursor, history = TaskCursor(0, 11), TaskHistory(settings, 0)
     history.record_scores([], [(task, task / 10) for task in range(11) if task != 3])
     order = chain([0, 10, 3, 5], repeat(7))

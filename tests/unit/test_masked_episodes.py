@@ -55,9 +55,8 @@ async def test_sampled_tokens_have_their_supports(chat, rows, truncated):
     validate(build_failed_trajectory(TASK, SCRIPTED_ROUTING, 5), masked=True)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "keep_sampling_mask": False}])
-async def test_without_the_mask_nothing_is_recorded(chat, settings):
-    engine, trajectory = await played(chat, **settings)
+async def test_without_the_mask_nothing_is_recorded(chat):
+    engine, trajectory = await played(chat)
     assert not any(call.needs_sampling_mask for call in engine.requests)
     assert not any("support" in sample.table for sample in trajectory.samples)
     with pytest.raises(InvalidTrajectory, match="has no supports"):

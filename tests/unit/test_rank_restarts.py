@@ -139,9 +139,13 @@ class Cluster(RealWorld):
         self.processes = SimpleNamespace(kill_process=lambda *process: self.killed.append(process))
 
 
+@pytest.fixture(autouse=True)
+def many_restarts(monkeypatch):
+    monkeypatch.setattr("r3async.actors.ranks.MAX_CONSECUTIVE_RESTARTS", 100)
+
+
 def learner_of(actors, tmp_path, told=None, **supervise):
-    settings = {"max_rank_restarts": 100, **supervise}
-    config = load_config("quickstart", ["learner.parallel.dp=2", *(f"supervise.{k}={v}" for k, v in settings.items())])
+    config = load_config("quickstart", ["learner.parallel.dp=2", *(f"supervise.{k}={v}" for k, v in supervise.items())])
     report = Reports() if told is None else told
     return RemoteRanks.load(config, tmp_path, tmp_path, world=Cluster(actors), report_event=report)
 
@@ -211,7 +215,7 @@ def test_a_version_that_is_written_beside_a_step_in_which_a_rank_is_lost_is_that
         assert state == [[[step]] for step in range(version + 1)]
 
 
-def test_a_rank_that_is_lost_too_often_without_a_step_ends_the_learner(tmp_path):
+def test_a_rank_that_is_lost_too_often_without_a_step_ends_the_learner(tmp_path, monkeypatch):
     told, trained = Reports(), [0]
 
     def fate(number, name):
@@ -220,7 +224,8 @@ def test_a_rank_that_is_lost_too_often_without_a_step_ends_the_learner(tmp_path)
         trained[0] += name == "train_supervised"
         return "before" if name == "train_supervised" and trained[0] > 2 else ""
 
-    learner = learner_of(Actors(fate), tmp_path, told, max_rank_restarts=3)
+    monkeypatch.setattr("r3async.actors.ranks.MAX_CONSECUTIVE_RESTARTS", 3)
+    learner = learner_of(Actors(fate), tmp_path, told)
     learner.train_supervised([[0], [1]])  # by two ranks, and again after each start: its copy is not here yet
     with pytest.raises(RankLost, match="was lost"):
         learner.train_supervised([[2], [3]])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
+from r3async.config import Config, EpisodeConfig, config_from_dict
 from r3async.data.tokens import Sample, TokenTable
 from r3async.envs.builtin import ReverseText
 from r3async.learner import MinibatchResult, RouteTrace
@@ -39,22 +39,20 @@ from tests.helpers.routes import EXPERTS, ID, LAYERS, experts
 from tests.helpers.world import Reports
 
 
-def traced(mode: str = "all", **routing) -> Config:
-    return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"prompts_per_step": 4}})
+def traced(mode: str = "all") -> Config:
+    return config_from_dict({"routing": {"trace": mode}, "schedule": {"prompts_per_step": 4}})
 
 
 def test_the_plan_is_a_question_of_the_id_alone() -> None:
     assert parse_episode_id("g00000012e0003s1") == ("g00000012e0003", 12, 3, 1)
     assert parse_episode_id("score#1") is None
-    plan = TraceFilter(traced("sample", trace_every=3))
-    wanted = [g for g in range(30) if plan.should_trace(f"g{g:08d}e0000t2")]
-    assert wanted == [0, 12, 24], "prompts_per_step = 4, every third step"
-    assert not plan.should_trace("g00000012e0001")
+    plan = TraceFilter(traced("sample"))
+    wanted = [g for g in range(100) if plan.should_trace(f"g{g:08d}e0000t2")]
+    assert wanted == [0, 40, 80], "prompts_per_step = 4, every tenth step"
+    assert not plan.should_trace("g00000040e0001")
     assert not plan.should_trace("score#1")
     assert not TraceFilter(traced("off")).should_trace(ID)
     assert TraceFilter(traced("all")).should_trace("g00000007e0003s0")
-    with pytest.raises(ConfigError, match="trace_every"):
-        traced(trace_every=0)
 
 
 def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:
@@ -129,10 +127,11 @@ def load_trained(run: Path) -> list[TrainedRoutes]:
     return [load_route_record(entry, TrainedRoutes) for entry in RouteIndex(run).trained_entries]
 
 
-def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None:
+def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [sample(n) for n in range(5)]
     reports = Reports()
-    tracer = RouteFileTracer(tmp_path, traced("sample", trace_every=1), reports)  # groups 0 and 4
+    monkeypatch.setattr("r3async.record.routes.TRACE_EVERY_STEPS", 1)
+    tracer = RouteFileTracer(tmp_path, traced("sample"), reports)  # groups 0 and 4
     assert tracer.should_trace(samples)
     assert not tracer.should_trace(samples[1:4])
     result = step_result(samples)

@@ -13,9 +13,7 @@ from r3async.config import ConfigError, load_config
         ("schedule.window=0", "[schedule] `window` must be greater than 0"),
         ("schedule.max_token_age=-1", "[schedule] `max_token_age` must be 0 or more"),
         ("schedule.split=never", "`schedule.split` = 'never'"),
-        ("schedule.pace_seconds=0", "[schedule] `pace_seconds` must be greater than 0"),
-        ("generator.concurrency_min=0", "[generator] `concurrency_min` must be greater than 0"),
-        ("generator.concurrency_min=100000", "[generator] `concurrency_min` must not be more than `concurrency`"),
+        ("schedule.pace_seconds=30", "unknown key `schedule.pace_seconds`: the slower side is always named"),
         (
             "algorithm.correction.max_token_age=2",
             "`algorithm.correction.max_token_age`: it is `schedule.max_token_age`",

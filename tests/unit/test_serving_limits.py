@@ -16,6 +16,11 @@ from tests.helpers.transport import until
 LIMIT = 10.0
 
 
+@pytest.fixture
+def short_reads(monkeypatch):
+    monkeypatch.setattr("r3async.rollout.endpoint.server.READ_SECONDS", 0.3)
+
+
 @contextlib.contextmanager
 def watched_tokenizer(chat):
     """The threads in which `chat` rendered and encoded."""
@@ -91,14 +96,16 @@ async def test_a_text_that_fits_is_never_refused_for_its_characters():
         chat.check_length(len(longest) * 900 + 1, 900)
 
 
-async def test_a_body_messages_and_tools_have_limits():
-    async with talking(["ok"], max_body_bytes=20_000, max_messages=3) as (server, session, _):
+async def test_a_body_messages_and_tools_have_limits(monkeypatch):
+    monkeypatch.setattr("r3async.rollout.endpoint.server.MAX_BODY_BYTES", 20_000)
+    monkeypatch.setattr("r3async.rollout.endpoint.server.MAX_MESSAGES", 3)
+    async with talking(["ok"]) as (server, session, _):
         with watched_tokenizer(server.context.renderer) as threads:
             status, answer = await post(server, session, "chat/completions", {"messages": [user("x" * 30_000)]})
             assert status == 413
             status, answer = await post(server, session, "chat/completions", {"messages": [user("x")] * 4})
             assert (status, answer["error"]["param"]) == (400, "messages")
-            assert "serving.max_messages = 3" in answer["error"]["message"]
+            assert "4 messages, more than the 3 of a request" in answer["error"]["message"]
             tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(4)]
             status, answer = await post(server, session, "chat/completions", {"messages": [user("x")], "tools": tools})
             assert (status, answer["error"]["param"]) == (400, "tools")
@@ -141,14 +148,16 @@ async def answer_to(server, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nA: "])
+@pytest.mark.usefixtures("short_reads")
 async def test_a_connection_that_does_not_say_what_it_wants_is_closed(sent):
-    async with talking(["ok"], read_timeout=0.3) as (server, _, _):
+    async with talking(["ok"]) as (server, _, _):
         assert await answer_to(server, sent) == b""
         assert len(server._runner.server.connections) == 0
 
 
+@pytest.mark.usefixtures("short_reads")
 async def test_a_connection_that_is_idle_after_an_answer_is_closed_and_a_long_answer_is_not():
-    async with talking(["ok"], read_timeout=0.3) as (server, session, _):
+    async with talking(["ok"]) as (server, session, _):
         generate, release = server.context.engine.generate, asyncio.Event()
 
         async def slow(request):
@@ -164,12 +173,13 @@ async def test_a_connection_that_is_idle_after_an_answer_is_closed_and_a_long_an
         assert (await answer_to(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.usefixtures("short_reads")
 async def test_a_body_that_does_not_come_is_not_waited_for():
-    async with talking(["ok"], read_timeout=0.3) as (server, session, _):
+    async with talking(["ok"]) as (server, session, _):
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
         received = await answer_to(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert received.startswith(b"HTTP/1.1 408")
-        assert b"serving.read_timeout = 0.3 s" in received
+        assert b"the body took longer than 0.3 s" in received
 
 
 def asking(key, path="models"):

@@ -54,6 +54,14 @@ from r3async.untrusted import MalformedError, decode_json, format_value, to_boun
 from r3async.world.real import REAL_WORLD
 
 SHUTDOWN_SECONDS = 2.0
+READ_SECONDS = 30.0
+"""Seconds that a connection may take for the head of a request, and for its body."""
+MAX_BODY_BYTES = 4 * 2**20
+"""Maximum size of one request."""
+MAX_MESSAGES = 1024
+"""Maximum number of messages, and of tools, in one request."""
+MODEL_NAME = "policy"
+"""Name of the model in `/v1/models`. Requests may name any."""
 
 DIALECT_BY_PATH = {
     "/v1/chat/completions": CHAT_DIALECT,
@@ -114,9 +122,7 @@ class AgentServer:
             self.context.renderer,
             self.context.report_event,
         )
-        app = web.Application(
-            client_max_size=self.serving.max_body_bytes, middlewares=[self._handle_errors]
-        )
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._handle_errors])
         for path, edge in DIALECT_BY_PATH.items():
             app.router.add_post(path, functools.partial(self._handle_conversation, edge))
         app.router.add_post(COUNT_TOKENS_PATH, self._handle_count_tokens)
@@ -129,7 +135,7 @@ class AgentServer:
         # An agent that hangs up aborts its request.
         self._runner = make_runner(
             app,
-            read_timeout=self.serving.read_timeout,
+            read_timeout=READ_SECONDS,
             shutdown_timeout=SHUTDOWN_SECONDS,
             handler_cancellation=True,
         )
@@ -229,14 +235,11 @@ class AgentServer:
         return session
 
     async def _read_body(self, request: web.Request) -> Any:
-        seconds = self.serving.read_timeout
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(READ_SECONDS):
                 body = await request.read()
         except TimeoutError:
-            raise ApiError(
-                f"the body took longer than serving.read_timeout = {seconds:g} s", status=408
-            ) from None
+            raise ApiError(f"the body took longer than {READ_SECONDS:g} s", status=408) from None
         except web.RequestPayloadError as error:
             raise ApiError(f"the body cannot be read: {' '.join(str(error).split())}") from error
         try:
@@ -246,13 +249,9 @@ class AgentServer:
 
     def _check_list_lengths(self, **lists: Sequence[Any]) -> None:
         for name, items in lists.items():
-            if len(items) > self.serving.max_messages:
+            if len(items) > MAX_MESSAGES:
                 raise ApiError(
-                    (
-                        f"{len(items)} {name}, more than serving.max_messages = "
-                        f"{self.serving.max_messages}"
-                    ),
-                    param=name,
+                    f"{len(items)} {name}, more than the {MAX_MESSAGES} of a request", param=name
                 )
 
     async def _handle_conversation(
@@ -296,7 +295,7 @@ class AgentServer:
     ) -> AgentResponse:
         return AgentResponse(
             f"{id_prefix}-{sampled.answer_name}",
-            self.serving.model_name,
+            MODEL_NAME,
             sampled,
             message,
             lambda: [self.context.renderer.decode([token]) for token in sampled.token_ids],
@@ -306,9 +305,9 @@ class AgentServer:
         if not self._has_token(request):
             self._require_session(request)
         if _is_anthropic_client(request) and "name" not in request.match_info:
-            return web.json_response(build_anthropic_models(self.serving.model_name))
+            return web.json_response(build_anthropic_models(MODEL_NAME))
         model = {
-            "id": self.serving.model_name,
+            "id": MODEL_NAME,
             "object": "model",
             "created": 0,
             "owned_by": "r3async",

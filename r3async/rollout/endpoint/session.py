@@ -110,7 +110,7 @@ class AgentSession:
         self._default_reward = default_reward
         self._parse_tool_calls = parse_tool_calls
         self._samples = EpisodeSamples(
-            context.engine.routing, settings.rows, settings.needs_sampling_mask
+            context.engine.routing, settings.rows, settings.truncates_sampling
         )
         self._retrying_engine = RetryingEngine(task.trajectory_id, settings, context)
         self._conversations: list[_AgentConversation] = []

@@ -20,6 +20,9 @@ from r3async.config.section import (
 )
 from r3async.config.user_code import import_object
 
+MAX_COEFFICIENT = 1.0
+"""Maximum of the coefficient that `rollout_kl.target` adapts."""
+
 
 class RolloutKLConfig(Section):
     """The trust region: a term `coef * KL(rollout || learner)` on every trained token, and
@@ -44,23 +47,11 @@ class RolloutKLConfig(Section):
     """Drift that `target` and `max` use. `served`: with the routers' own choice
     (`rollout_kl/served_k3`). `replayed`: with the rollout's routes (`rollout_kl/k3`)."""
     probe_share: UnitFraction = 0.04
-    """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it
-    is not measured."""
-    probe_tokens: int = 640
-    """Minimum number of tokens probed in a step, prompts included, but at most a quarter of its
-    tokens. Among fewer, a single one would dominate the mean."""
+    """Share of a step's tokens on which served drift is measured, with one more forward pass: at
+    least 640 tokens, but at most a quarter of the step. 0: it is not measured."""
     probe_every: PositiveInt = 4
     """Steps between two such passes; in between, served drift is estimated from the replayed one.
     With `max` and no `limit` there is one every step."""
-    token_limit: PositiveFloat = 100.0
-    """Maximum that one token's k3 adds to the measured drift; as `estimator`, k3 continues as a
-    straight line from there."""
-    coef_max: PositiveFloat = 1.0
-    """Maximum of the adapted coefficient."""
-    gain: PositiveFloat = 0.2
-    """Rate at which the coefficient rises: e-folds per step when drift is twice its target."""
-    gain_down: PositiveFloat = 0.1
-    """Rate at which the coefficient falls, in the same unit; it never falls below `coef`."""
 
     @property
     def update_limit(self) -> float | None:
@@ -85,10 +76,10 @@ class RolloutKLConfig(Section):
         return soft or self.update_limit is not None
 
     def check_values(self) -> None:
-        if self.target is not None and not 0 < self.coef <= self.coef_max:
+        if self.target is not None and not 0 < self.coef <= MAX_COEFFICIENT:
             raise ValueError(
                 "with `target`, `coef` must be more than 0, as it starts there, and "
-                "at most `coef_max`"
+                f"at most {MAX_COEFFICIENT:g}"
             )
         if self.target is not None and self.max is not None and self.max <= self.target:
             raise ValueError(
@@ -149,14 +140,10 @@ class PPOConfig(ClipConfig):
             raise ValueError("`dual_clip` must be more than 1")
 
 
-class DecoupledPPOConfig(PPOConfig):
-    behaviour_cap: PositiveFloat = 5.0
-    """Truncation of the behaviour weights, recomputed / rollout."""
-
-
 class TISConfig(PPOConfig):
     cap: PositiveFloat = 2.0
-    """Truncation of the weights recomputed / rollout."""
+    """Truncation of the weights recomputed / rollout. With 5 this is decoupled PPO as in AReaL
+    (arXiv 2505.24298)."""
 
 
 class GSPOConfig(ClipConfig):
@@ -211,23 +198,23 @@ class CorrectionConfig(Section):
     """An episode is kept if the product of its tokens' ratios is within these bounds."""
     max_token_kl: float | None = None
     """An episode is kept if none of its tokens has a k3 above this."""
-    anchor: Literal["learner", "recomputed"] = "learner"
+    numerator: Literal["learner", "recomputed"] = "learner"
     """Numerator of these ratios. `learner`: the current learner. `recomputed`: the learner before
     the step, as in the sources (one more forward pass)."""
     weight: Literal["none", "token", "sequence"] = "none"
     """Multiply the policy loss by importance weights recomputed / rollout, per token or per
-    episode, truncated at `weight_cap`. Needs both anchors to be `recomputed`."""
+    episode, truncated at `weight_cap`. Needs `numerator` and `algorithm.anchor` to be `recomputed`."""
     weight_cap: PositiveFloat = 2.0
 
     @property
     def needs_old_logprobs(self) -> bool:
         """True if the learner's log-probs before the step are compared."""
-        return self.anchor == "recomputed"
+        return self.numerator == "recomputed"
 
     def check_values(self) -> None:
-        if self.weight != "none" and self.anchor != "recomputed":
+        if self.weight != "none" and self.numerator != "recomputed":
             raise ValueError(
-                '`weight` needs `anchor` = "recomputed": its ratio is recomputed / rollout'
+                '`weight` needs `numerator` = "recomputed": its ratio is recomputed / rollout'
             )
         for name in ("icepop", "geometric", "product"):
             low = getattr(self, f"{name}_low")
@@ -263,7 +250,6 @@ BUILTIN_POLICY_LOSSES = (
     "cispo",
     "sapo",
     "dppo",
-    "decoupled_ppo",
 )
 """The built-in values of `algorithm.policy_loss`."""
 
@@ -285,9 +271,6 @@ class AlgorithmConfig(Section):
     """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
     compared with the same turn of its group, if every turn is rewarded for its own answer.
     `token`: the same for the reward from a token to the episode's end."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation, with `advantage = "grpo"`. Off: Dr.GRPO's
-    advantage."""
     filter_zero_variance: bool = False
     """Leave groups out of training whose episodes all have the same score, without
     `overlong_penalty`. `schedule.replaced_groups` takes others in their place."""
@@ -301,7 +284,7 @@ class AlgorithmConfig(Section):
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
     """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`,
-    `dppo`, `decoupled_ppo`, or your own as `module:function`."""
+    `dppo`, or your own as `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
     the learner's before the step's first update (one more forward pass)."""
@@ -312,7 +295,6 @@ class AlgorithmConfig(Section):
     cispo: CISPOConfig = msgspec.field(default_factory=CISPOConfig)
     sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
     dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
-    decoupled_ppo: DecoupledPPOConfig = msgspec.field(default_factory=DecoupledPPOConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
@@ -330,12 +312,12 @@ class AlgorithmConfig(Section):
                 "for rewards >= 0"
             )
         if self.correction.weight != "none" and (
-            self.anchor == "rollout" or self.policy_loss in ("tis", "decoupled_ppo")
+            self.anchor == "rollout" or self.policy_loss == "tis"
         ):
             raise ValueError(
                 "`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "
                 '"recomputed", and a `policy_loss` other than '
-                "'tis' and 'decoupled_ppo', which have it"
+                "'tis', which has it"
             )
         if self.policy_loss not in BUILTIN_POLICY_LOSSES and ":" not in self.policy_loss:
             hint = find_equivalent_value("policy_loss", self.policy_loss) or did_you_mean(

@@ -34,7 +34,17 @@ from r3async.config.vllm_arguments import check_engine_args
 from r3async.untrusted import MalformedError, decode_toml, format_value
 
 REMOVED_KEYS = {
+    "algorithm.correction.anchor": "it is `algorithm.correction.numerator` now",
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
+    "algorithm.decoupled_ppo": "set `algorithm.policy_loss` = 'tis' and `algorithm.tis.cap` = 5",
+    "algorithm.normalize_std": "`algorithm.advantage` = 'dr_grpo' does not divide by the deviation",
+    "algorithm.rollout_kl.coef_max": "the coefficient is always 1 at most",
+    "algorithm.rollout_kl.gain": "the coefficient always rises by 0.2 e-folds a step",
+    "algorithm.rollout_kl.gain_down": "the coefficient always falls by 0.1 e-folds a step",
+    "algorithm.rollout_kl.probe_tokens": (
+        "at least 640 tokens are always probed, or a quarter of the step: raise `probe_share`"
+    ),
+    "algorithm.rollout_kl.token_limit": "one token's k3 always adds 100 at most",
     "buffer.quarantine_bytes": "`quarantine/` always holds 64 MiB",
     "episode.engine_retries": "a call that the engine failed at is always repeated twice",
     "episode.keep_sampling_mask": "the mask is always recorded",
@@ -75,6 +85,14 @@ def upgrade_saved_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a run saved, maybe of an earlier release, without those that no
     longer exist. A renamed one has its new name."""
     out = copy.deepcopy(dict(saved))
+    algorithm = _find_table(out, "algorithm")
+    # Values that have another name today, beside the keys.
+    if algorithm.get("policy_loss") == "decoupled_ppo":
+        algorithm["policy_loss"] = "tis"
+        algorithm["tis"] = algorithm["decoupled_ppo"]
+        algorithm["tis"]["cap"] = algorithm["tis"].pop("behaviour_cap")
+    if not algorithm.get("normalize_std", True) and algorithm["advantage"] == "grpo":
+        algorithm["advantage"] = "dr_grpo"
     for old, now in REMOVED_KEYS.items():
         section, _, key = old.rpartition(".")
         table = _find_table(out, section)

@@ -47,7 +47,7 @@ _COUNT_OF_UPDATES_NOTE = (
     "`schedule.epochs_per_step`"
 )
 _PROMPTS_OF_UPDATE_NOTE = "`train_batch_size` / $value, since there it is the prompts of an update"
-_OLD_RATIO_NOTE = '`algorithm.correction.anchor="recomputed"` as there'
+_OLD_RATIO_NOTE = '`algorithm.correction.numerator="recomputed"` as there'
 _CLIP_LOW_NOTE = (
     "of GSPO and CISPO it is `clip_low` of their own sections, of DPPO "
     "`algorithm.dppo.threshold_low`"
@@ -91,6 +91,9 @@ _OFF_POLICY_NOTE = (
     "sign, and there only those of negative advantage"
 )
 _NOT_SCALED_NOTE = "- rewards are taken as they are: scale or clip them in your `reward`"
+_SCALED_BY_DEVIATION = (
+    'algorithm.advantage: "grpo" divides by the group\'s standard deviation, "dr_grpo" does not'
+)
 _ADAPTIVE_NOTE = "- the coefficient is constant: `algorithm.entropy_coef`"
 
 LOSS_VALUES = {
@@ -162,6 +165,7 @@ LOSS_VALUES = {
         'algorithm.policy_loss="ppo" + algorithm.anchor="rollout": with `algorithm.ppo.dual_clip=3` '
         "as there"
     ),
+    "decoupled_ppo": 'algorithm.policy_loss="tis" + algorithm.tis.cap=5',
     # SkyRL's `policy_loss_type`
     "regular": f'algorithm.policy_loss="ppo": with {_RECOMPUTED_NOTE}',
     "dual_clip": (
@@ -432,8 +436,8 @@ EQUIVALENT_SETTINGS = {
         ("adv_estimator", "advantage_estimator", "advantage.estimator", "advantage"),
         ADVANTAGE_VALUES,
     ),
-    "scale_rewards": "algorithm.normalize_std: true or false",
-    **dict.fromkeys(("scale_rewards=none", "scale_rewards=false"), "algorithm.normalize_std=false"),
+    "scale_rewards": _SCALED_BY_DEVIATION,
+    **dict.fromkeys(("scale_rewards=none", "scale_rewards=false"), 'algorithm.advantage="dr_grpo"'),
     "scale_rewards=batch": (
         'algorithm.advantage="reinforce_pp_baseline": the group\'s mean, then mean and deviation '
         "of the batch's tokens; TRL's deviation is of the batch's scores"
@@ -451,9 +455,9 @@ EQUIVALENT_SETTINGS = {
     "reward_bias": _NOT_SCALED_NOTE,
     "reward_clip": _NOT_SCALED_NOTE,
     "reward.clip_range": _NOT_SCALED_NOTE,
-    "norm_adv_by_std_in_grpo": "algorithm.normalize_std",
-    "grpo_norm_by_std": "algorithm.normalize_std",
-    "disable_grpo_std_normalization": "algorithm.normalize_std=false",
+    "norm_adv_by_std_in_grpo": _SCALED_BY_DEVIATION,
+    "grpo_norm_by_std": _SCALED_BY_DEVIATION,
+    "disable_grpo_std_normalization": 'algorithm.advantage="dr_grpo"',
     "mask_truncated_completions": "algorithm.overlong_filter",
     "overlong_filtering": "algorithm.overlong_filter",
     "apply_overlong_filtering": "algorithm.overlong_filter",
@@ -513,13 +517,13 @@ EQUIVALENT_SETTINGS = {
     "tis_ratio_type": 'algorithm.policy_loss="tis": by token',
     "tis_ratio_type=sequence": (
         'algorithm.correction.weight="sequence": `weight_cap` is 2, and 5 there by default. With '
-        '`policy_loss="ppo"` and both anchors "recomputed"'
+        '`policy_loss="ppo"`, `anchor` and `correction.numerator` "recomputed"'
     ),
     "sequence_tis_ratio_clip_high": "algorithm.correction.weight_cap=$value",
     "vllm_importance_sampling_correction": (
         'algorithm.correction.weight="sequence" + algorithm.correction.product_high=3: what TRL '
-        'does by default, with `weight_cap=1e9`, `policy_loss="ppo"` and both anchors '
-        '"recomputed". `policy_loss="tis"` is the mode "token_truncate"'
+        'does by default, with `weight_cap=1e9`, `policy_loss="ppo"`, `anchor` and '
+        '`correction.numerator` "recomputed". `policy_loss="tis"` is the mode "token_truncate"'
     ),
     "vllm_importance_sampling_correction=false": 'algorithm.correction.weight="none"',
     "vllm_importance_sampling_mode": f"algorithm.correction.weight: {_TRL_WEIGHTS_NOTE}",
@@ -548,8 +552,8 @@ EQUIVALENT_SETTINGS = {
     "opsm_delta": _OFF_POLICY_NOTE,
     "use_opsm": "algorithm.correction.geometric_low: for answers of either sign",
     "rollout_is": (
-        'algorithm.correction.weight="$value": with `algorithm.policy_loss="ppo"` and both anchors '
-        '"recomputed"'
+        'algorithm.correction.weight="$value": with `algorithm.policy_loss="ppo"`, `anchor` and '
+        '`correction.numerator` "recomputed"'
     ),
     "rollout_is=null": 'algorithm.correction.weight="none"',
     "rollout_is=none": 'algorithm.correction.weight="none"',
@@ -593,14 +597,14 @@ EQUIVALENT_SETTINGS = {
     "use_rollout_logprobs": 'algorithm.anchor="rollout": the default',
     "recompute_logprob": 'algorithm.anchor="recomputed"',
     "use_decoupled_loss": (
-        'algorithm.policy_loss="decoupled_ppo": cap 5 on the weight; AReaL\'s default leaves '
+        'algorithm.policy_loss="tis" + algorithm.tis.cap=5: AReaL\'s default leaves '
         f"tokens out above 5, which is `algorithm.correction.icepop_high=5`, {_OLD_RATIO_NOTE}"
     ),
-    "behav_imp_weight_cap": "algorithm.decoupled_ppo.behaviour_cap=$value",
-    "behave_imp_weight_cap": "algorithm.decoupled_ppo.behaviour_cap=$value",
+    "behav_imp_weight_cap": "algorithm.tis.cap=$value",
+    "behave_imp_weight_cap": "algorithm.tis.cap=$value",
     "rejection_sampling.upper": (
         f'algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}, for `action="mask"`; of '
-        '"clamp" it is `algorithm.decoupled_ppo.behaviour_cap=$value`'
+        '"clamp" it is `algorithm.tis.cap=$value`'
     ),
     "rejection_sampling.lower": "algorithm.correction.icepop_low=$value",
     "rejection_sampling": "algorithm.correction.icepop_high: 5 is the default there",

@@ -71,11 +71,6 @@ READ_CONDITIONS = (
         lambda c: c.routing.replay == "rollout",
     ),
     ReadCondition(
-        ("algorithm.normalize_std",),
-        '`algorithm.advantage` = "grpo"',
-        lambda c: c.algorithm.advantage == "grpo",
-    ),
-    ReadCondition(
         ("algorithm.overlong_penalty.factor",),
         "`algorithm.overlong_penalty.buffer`",
         lambda c: c.algorithm.overlong_penalty.buffer,
@@ -104,17 +99,12 @@ READ_CONDITIONS = (
         lambda c: c.algorithm.rollout_kl.coef,
     ),
     ReadCondition(
-        tuple(f"algorithm.rollout_kl.{name}" for name in ("coef_max", "gain", "gain_down")),
-        "`algorithm.rollout_kl.target`",
-        lambda c: c.algorithm.rollout_kl.target,
-    ),
-    ReadCondition(
         ("algorithm.rollout_kl.measure",),
         "`algorithm.rollout_kl.target` or `max`",
         lambda c: c.algorithm.rollout_kl.target or c.algorithm.rollout_kl.max,
     ),
     ReadCondition(
-        ("algorithm.rollout_kl.probe_every", "algorithm.rollout_kl.probe_tokens"),
+        ("algorithm.rollout_kl.probe_every",),
         "`algorithm.rollout_kl.probe_share`",
         lambda c: c.algorithm.rollout_kl.probe_share,
     ),

@@ -256,9 +256,7 @@ def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmC
     differs = False
     for compared in _iter_comparisons(group, config.credit):
         scores = [each.score for each in compared]
-        baselines, scale = compute_baseline_and_scale(
-            scores, config.advantage, normalize_std=config.normalize_std
-        )
+        baselines, scale = compute_baseline_and_scale(scores, config.advantage)
         for each, baseline in zip(compared, baselines.tolist(), strict=True):
             each.episode.advantages[each.tokens] = scale * (each.earned - baseline)
         differs |= has_variance([each.task_score for each in compared])
@@ -323,7 +321,7 @@ def has_variance(scores: Sequence[float] | np.ndarray) -> bool:
 
 
 def compute_baseline_and_scale(
-    scores: Sequence[float] | np.ndarray, estimator: str, *, normalize_std: bool = True
+    scores: Sequence[float] | np.ndarray, estimator: str
 ) -> tuple[np.ndarray, float]:
     """Return the baselines, float64 `[n]`, and the scale for `scores` `[n]`, according to
     `algorithm.advantage`.
@@ -334,7 +332,7 @@ def compute_baseline_and_scale(
     | name                                | `b_i`                | `c`                 | source                             |
     |-------------------------------------|----------------------|---------------------|------------------------------------|
     | `grpo`                              | mean(r)              | 1 / (std(r) + eps)  | arXiv 2402.03300, section 4.1.2    |
-    | `dr_grpo`; `grpo` if not `normalize_std` | mean(r)         | 1                   | arXiv 2503.20783                   |
+    | `dr_grpo`                           | mean(r)              | 1                   | arXiv 2503.20783                   |
     | `rloo`                              | mean of the others' r | 1                  | arXiv 2402.14740                   |
     | `maxrl`, for `r >= 0`               | mean(r)              | 1 / mean(r)         | arXiv 2602.02710                   |
     | `reinforce_pp_baseline`             | mean(r)              | 1, then batch       | arXiv 2501.03262, "w/ Baseline"    |
@@ -360,8 +358,6 @@ def compute_baseline_and_scale(
         return (values.sum() - values) / (n - 1), 1.0
     mean = np.full(n, values.mean())
     if estimator == "grpo":
-        if not normalize_std:
-            return mean, 1.0
         return mean, float(1 / (values.std(ddof=1) + STD_EPS * np.abs(values).max()))
     if estimator == "maxrl":
         if values.min() < 0:

@@ -31,6 +31,9 @@ from r3async.learner.policy_loss import bounded_exp, sum_by_episode
 
 K3_TANGENT_START = 20.0
 K3_SERIES_LIMIT = 1e-2
+MAX_TOKEN_K3 = 100.0
+"""Maximum that one token's k3 adds to the measured drift. As `rollout_kl.estimator`, k3 continues
+as a straight line from there."""
 MIN_PROBABILITY = 1e-6
 
 
@@ -62,7 +65,7 @@ def k3(delta: Tensor) -> Tensor:
 
 
 def clamped_k3(delta: Tensor, limit: float) -> Tensor:
-    """Return k3, at most `limit` (`rollout_kl.token_limit`) for a token.
+    """Return k3, at most `limit` (`MAX_TOKEN_K3`) for a token.
 
     So one token does not decide the mean of a step. Values that are not finite stay so.
     """
@@ -108,7 +111,7 @@ def compute_correction_mask(
     """Return bool `[M]`: the tokens that the policy loss keeps.
 
     The arguments are those of `TokenBatch`; `logprobs` are pi's: the learner's now, or
-    before the step with `correction.anchor = "recomputed"`, as in the sources of all but the
+    before the step with `correction.numerator = "recomputed"`, as in the sources of all but the
     last two of these.
 
     Per token: `icepop`, a band on `e^delta` (IcePop: "Small Leak Can Sink a Great Ship",

@@ -30,6 +30,7 @@ from r3async.config import AlgorithmConfig, RolloutKLConfig
 from r3async.config.algorithm import ReferenceKLConfig
 from r3async.learner.drift import (
     KL_ESTIMATORS,
+    MAX_TOKEN_K3,
     compute_correction_mask,
     compute_correction_weights,
     corrects_by_episode,
@@ -236,7 +237,7 @@ def compute_loss(
         episode_index=batch.episode_index,
         num_episodes=batch.num_episodes,
         split_episode_ids=batch.split_episode_ids,
-        token_limit=config.rollout_kl.token_limit,
+        token_limit=MAX_TOKEN_K3,
     )
     for name, value in weighted.items():
         setattr(sums, name, torch.where(own, value.detach(), 0.0).sum(dtype=torch.float64))
@@ -247,7 +248,7 @@ def compute_rollout_kl(delta: Tensor, config: RolloutKLConfig) -> Tensor:
     """Return `[M]`: the estimate of KL(rollout || learner) at each token, for
     `delta = log pi - log mu`; see `drift`."""
     if config.estimator == "k3":
-        return tangent_k3(delta, config.token_limit)
+        return tangent_k3(delta, MAX_TOKEN_K3)
     return KL_ESTIMATORS[config.estimator](delta)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from r3async.config import Config
 from r3async.learner.device_upload import upload_array
+from r3async.learner.drift import MAX_TOKEN_K3
 from r3async.learner.drift_metrics import DRIFT_BINS, sum_drift
 from r3async.learner.loss import TokenBatch, compute_loss, needs_whole_episodes
 from r3async.learner.loss_sums import LossSums
@@ -461,7 +462,7 @@ class Minibatch(TrainableMinibatch):
             staleness=as_int64(self.version - table["policy_version"][rows]),
             turns=as_int64(table["turn"][rows]),
             positions=as_int64(micro_batch.positions[rows]),
-            token_limit=self.config.algorithm.rollout_kl.token_limit,
+            token_limit=MAX_TOKEN_K3,
             episodes=as_int64(table["episode"][rows]) if self.episode_count else None,
             episode_count=self.episode_count,
         )

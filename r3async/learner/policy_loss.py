@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from r3async.config import AlgorithmConfig, ClipConfig, ConfigError, import_policy_loss
-from r3async.config.algorithm import PPOConfig
 
 LOG_RATIO_LIMIT = 20.0
 MAX_ROUNDING_CLIPPED = 0.1
@@ -161,10 +160,22 @@ def tis_loss(inputs: LossInputs) -> PolicyLoss:
     It is `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with
     `u = pi / pi_old`, the ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao
     et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025: PPO as
-    the trainer would compute it alone, and a capped weight for the engine's part.
-    `decoupled_ppo_loss` has the same formula from another source, with another cap.
+    the trainer would compute it alone, and a capped weight for the engine's part. It is decoupled
+    PPO's loss, too (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2: a cap
+    of 5).
     """
-    return _behavior_weighted_ppo(inputs, inputs.config.tis, inputs.config.tis.cap)
+    assert inputs.old_logprobs is not None
+    settings = inputs.config.tis
+    behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
+    ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
+    surrogate = _clip_by_settings(ratio, inputs.advantages, settings, settings.dual_clip)
+    high = ratio.detach() > 1
+    capped = behaviour > settings.cap
+    return PolicyLoss(
+        behaviour.clamp(max=settings.cap) * surrogate.value,
+        surrogate.clipped | capped,
+        high | capped,
+    )
 
 
 def gspo_loss(inputs: LossInputs) -> PolicyLoss:
@@ -248,34 +259,6 @@ def dppo_loss(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(torch.where(clipped, 0.0, -ratio * advantages), clipped)
 
 
-@by_token
-def decoupled_ppo_loss(inputs: LossInputs) -> PolicyLoss:
-    """Return decoupled PPO's loss: `-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`.
-
-    The clipped ratio `u = pi / pi_old` is relative to the learner before the step, whatever
-    `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`
-    corrects for the policy mu that sampled. Hilton et al., arXiv 2110.00641; AReaL, arXiv
-    2505.24298, section 5.2.
-    """
-    return _behavior_weighted_ppo(
-        inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap
-    )
-
-
-def _behavior_weighted_ppo(inputs: LossInputs, settings: PPOConfig, cap: float) -> PolicyLoss:
-    """Return PPO's loss with the ratio to the learner before the step, times
-    `min(pi_old / mu, cap)`."""
-    assert inputs.old_logprobs is not None
-    behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
-    ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
-    surrogate = _clip_by_settings(ratio, inputs.advantages, settings, settings.dual_clip)
-    high = ratio.detach() > 1
-    capped = behaviour > cap
-    return PolicyLoss(
-        behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | capped, high | capped
-    )
-
-
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
@@ -310,7 +293,6 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "cispo": cispo_loss,
     "sapo": sapo_loss,
     "dppo": dppo_loss,
-    "decoupled_ppo": decoupled_ppo_loss,
 }
 
 
@@ -355,10 +337,8 @@ def check_custom_loss(config: AlgorithmConfig) -> None:
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     """Return True if the learner must compute `old_logprobs` before the step's first update."""
-    return "recomputed" in (config.anchor, config.correction.anchor) or config.policy_loss in (
-        "tis",
-        "decoupled_ppo",
-    )
+    compared = (config.anchor, config.correction.numerator)
+    return "recomputed" in compared or config.policy_loss == "tis"
 
 
 def explain_gspo_clipping(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:

@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
 
 
+MIN_PROBED_TOKENS = 640
+"""Minimum number of tokens probed in a step, prompts included. Among fewer, a single one would
+dominate the mean."""
 MAX_PROBED_SHARE = 1 / 4
-"""Largest share of a step's tokens that are probed for `rollout_kl.probe_tokens`."""
+"""Largest share of a step's tokens that are probed for `MIN_PROBED_TOKENS`."""
 
 
 # -- choice of episodes: on the host, from the step's groups alone ---------------------------------
@@ -58,7 +61,7 @@ def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -
 
     The choice is the same for the same names. In the order of a checksum of their names, as many
     episodes are probed as have no more than `rollout_kl.probe_share` of all tokens, or than the
-    smaller of `probe_tokens` and a quarter of all, if that is more. If the first has more, it is
+    smaller of `MIN_PROBED_TOKENS` and a quarter of all, if that is more. If the first has more, it is
     probed in every step if a bound needs it; otherwise in such a fraction of all steps that the
     share is kept on average.
     """
@@ -68,7 +71,7 @@ def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -
     keys = [zlib.crc32(name.encode()) for name in names]
     order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
     budget = max(
-        region.probe_share * sum(tokens), min(region.probe_tokens, MAX_PROBED_SHARE * sum(tokens))
+        region.probe_share * sum(tokens), min(MIN_PROBED_TOKENS, MAX_PROBED_SHARE * sum(tokens))
     )
     ends = np.cumsum([tokens[i] for i in order])
     within = int(np.searchsorted(ends, budget, side="right"))

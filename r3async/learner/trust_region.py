@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from r3async.checkpoint.state import TrustRegionState
 from r3async.config import RolloutKLConfig
+from r3async.config.algorithm import MAX_COEFFICIENT
 
 MAX_SHARE_DECAY = 0.7
 MAX_SHARE_GROWTH = 1.15
@@ -18,6 +19,10 @@ MAX_SHARE_FLOOR = 1 / 32
 VARIANCE_HISTORY = 4
 """Number of measurements that define the usual variance of the gap. With more of them, intervals
 hold the true value no more often, and are wider where drift falls."""
+GAIN = 0.2
+"""Rate at which the coefficient rises: e-folds per step when drift is twice its target."""
+GAIN_DOWN = 0.1
+"""Rate at which the coefficient falls, in the same unit."""
 MAX_DRIFT_ERROR = 3.0
 """The largest error that counts: one wild step moves the coefficient no further than drift of 4
 times the target."""
@@ -32,7 +37,7 @@ class TrustRegion:
     (`measure`), whatever estimator the loss uses. With a `target`, after each step, for the error
     `e = min(measured / target - 1, 3)` and `v = e + e - e_before`:
 
-        log coef += (gain if v > 0 else gain_down) * v, within log of the configured coef .. log coef_max
+        log coef += (GAIN if v > 0 else GAIN_DOWN) * v, within log of the configured coef .. 0
 
     This is a proportional-integral controller of log coef in velocity form, so that a bound does
     not wind it up. It has one side: the coefficient of the configuration is its floor, so calm
@@ -107,7 +112,7 @@ class TrustRegion:
             return
         error = min(max(drift, 0.0) / target - 1, MAX_DRIFT_ERROR)
         speed = error + error - (error if self._last_error is None else self._last_error)
-        gain = self._config.gain if speed > 0 else self._config.gain_down
+        gain = GAIN if speed > 0 else GAIN_DOWN
         self.coef = self._clamp_coefficient(self.coef * math.exp(gain * speed))
         self._last_error = error
 
@@ -175,4 +180,4 @@ class TrustRegion:
             self._last_error = state["error"]
 
     def _clamp_coefficient(self, coef: float) -> float:
-        return min(max(coef, self._config.coef), self._config.coef_max)
+        return min(max(coef, self._config.coef), MAX_COEFFICIENT)

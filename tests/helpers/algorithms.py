@@ -213,10 +213,9 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
         settings, dual = config.gspo, None
         least = 3 * settings.noise / math.sqrt(len(rows))
         settings = ClipConfig(clip_low=max(least, settings.clip_low), clip_high=max(least, settings.clip_high))
-    if name in ("decoupled_ppo", "tis"):
-        settings = config.tis if name == "tis" else config.decoupled_ppo
-        cap = settings.cap if name == "tis" else settings.behaviour_cap
-        dual, weight, r = settings.dual_clip, min(exp20(old - mu), cap), exp20(lp - old)
+    if name == "tis":
+        settings = config.tis
+        dual, weight, r = settings.dual_clip, min(exp20(old - mu), settings.cap), exp20(lp - old)
     unclipped, bounded = r * a, clip(r, 1 - settings.clip_low, 1 + settings.clip_high) * a
     value = min(unclipped, bounded)
     slope = unclipped if unclipped <= bounded else 0.0

@@ -51,7 +51,7 @@ SETTINGS = [
     ("algorithm.policy_loss=nowhere:loss", "cannot be loaded"),
     ("algorithm.policy_loss=mine:number", "must be a function"),
     ("algorithm.policy_loss=mine:function", "one argument"),
-    ("algorithm.rollout_kl.coef_max=0", "`coef_max` must be greater than 0"),
+    ("algorithm.rollout_kl.coef_max=0", "always 1 at most"),
     ("learner.lr=nan", "`lr` must be a finite number"),
     ("learner.lr=fast", "`learner.lr` = 'fast': it must be a number"),
     ("learner.lr.high=3", "it must be a number"),

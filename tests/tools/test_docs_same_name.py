@@ -400,7 +400,7 @@ BOTH = {"anchor": "recomputed", "policy_loss": "ppo"}
 
 def our_kept(low: float, high: float) -> float:
     """Return the share of `BAND`'s tokens that the geometric bounds keep."""
-    bounds = {"anchor": "recomputed", "geometric_low": low, "geometric_high": high}
+    bounds = {"numerator": "recomputed", "geometric_low": low, "geometric_high": high}
     return float(our_pull(BAND, correction=bounds, **BOTH)[0] != 0)
 
 
@@ -452,7 +452,9 @@ ROWS = {
         lambda: our_kept(0.8, 1.6), {"verl": lambda: verl_keeps("seq_mean_k1", "0.8_1.6", BAND)}
     ),
     '`rollout_is_threshold="0.5_2.0"`': Row(
-        lambda: our_pull(BAND, correction={"anchor": "recomputed", "icepop_low": 0.5, "icepop_high": 2.0}, **BOTH)[0],
+        lambda: our_pull(BAND, correction={"numerator": "recomputed", "icepop_low": 0.5, "icepop_high": 2.0}, **BOTH)[
+            0
+        ],
         {"verl": lambda: verl_token_weight(BAND, "0.5_2.0")[0]},
     ),
     '`policy_loss_type="rollout_is"`': Row(
@@ -460,7 +462,7 @@ ROWS = {
         {"SkyRL": lambda: skyrl_pull("rollout_is", DOUBLE)[0]},
     ),
     "`rejection_sampling`": Row(
-        lambda: our_pull(TENFOLD, policy_loss="decoupled_ppo")[0], {"AReaL": lambda: areal_pull(TENFOLD)[0]}
+        lambda: our_pull(TENFOLD, policy_loss="tis", tis={"cap": 5.0})[0], {"AReaL": lambda: areal_pull(TENFOLD)[0]}
     ),
     "`low_var_kl`, `k3`": Row(
         lambda: our_kl(3.0, weighted=False),

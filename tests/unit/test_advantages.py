@@ -51,7 +51,7 @@ def episode(
     return Trajectory(f"t{index}", group, index, 0, "g", stop_reason, turns, samples)
 
 
-def by_hand(name: str, scores: list[float], *, normalize_std: bool = True) -> list[float]:
+def by_hand(name: str, scores: list[float]) -> list[float]:
     """Advantages of one group, before anything over the batch."""
     n, total = len(scores), sum(scores)
     if name == "reinforce_pp":
@@ -59,7 +59,7 @@ def by_hand(name: str, scores: list[float], *, normalize_std: bool = True) -> li
     if n < 2 or len(set(scores)) == 1:
         return [0.0] * n
     mean = total / n
-    if name == "grpo" and normalize_std:
+    if name == "grpo":
         return [(r - mean) / (statistics.stdev(scores) + 1e-3 * max(map(abs, scores))) for r in scores]
     if name == "rloo":
         return [r - (total - r) / (n - 1) for r in scores]
@@ -86,17 +86,16 @@ def standardized(values: list[list[float]]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
-@pytest.mark.parametrize("normalize_std", [True, False])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_credit_by_trajectory(name, normalize_std, stepwise):
+def test_credit_by_trajectory(name, stepwise):
     rewards = [[[1, 0.5], [0, 0], [0.5]], [[0.2], [0.9, 0.7, 0.5]]]
     groups = [
         [episode(i, r, group=g, stepwise=stepwise) for i, r in enumerate(members)] for g, members in enumerate(rewards)
     ]
-    config = algorithm(advantage=name, credit="trajectory", normalize_std=normalize_std)
+    config = algorithm(advantage=name, credit="trajectory")
     want = []
     for members in rewards:
-        values = by_hand(name, [sum(r) for r in members], normalize_std=normalize_std)
+        values = by_hand(name, [sum(r) for r in members])
         for r, value in zip(members, values, strict=True):
             want += [[value] * 2] * len(r) if stepwise else [[value] * 2 * len(r)]
     want = standardized(want) if name.startswith("reinforce") else want

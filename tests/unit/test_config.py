@@ -129,6 +129,13 @@ def test_a_set_of_evaluations_refuses_an_old_name_with_the_new_one(old, new):
 
 
 OLD_SETTINGS = {
+    "algorithm": {
+        "advantage": "grpo",
+        "normalize_std": False,
+        "policy_loss": "decoupled_ppo",
+        "decoupled_ppo": {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0, "behaviour_cap": 4.0},
+        "correction": {"anchor": "recomputed"},
+    },
     "schedule": {"groups_per_step": 4, "pace_seconds": 60.0},
     "serving": {"max_messages": 1024},
     "learner": {"parallel": {"vpp": 1}},
@@ -142,8 +149,11 @@ def test_settings_that_an_earlier_release_saved_are_read_with_their_names_of_tod
     del data["schedule"]["prompts_per_step"]
     path = tmp_path / "config.toml"
     path.write_bytes(msgspec.toml.encode(data))
-    assert load_config(str(path)) == load_config("quickstart", ["schedule.prompts_per_step=4"])
-    changed = check_resume_settings(data, load_config("quickstart", ["schedule.prompts_per_step=4", "learner.lr=1e-5"]))
+    loss = ("policy_loss=tis", "tis.cap=4", "tis.clip_low=0.1", "tis.clip_high=0.28", "tis.dual_clip=3")
+    algorithm = [f"algorithm.{word}" for word in (*loss, "advantage=dr_grpo", "correction.numerator=recomputed")]
+    today = ["schedule.prompts_per_step=4", *algorithm]
+    assert load_config(str(path)) == load_config("quickstart", today)
+    changed = check_resume_settings(data, load_config("quickstart", [*today, "learner.lr=1e-5"]))
     assert changed == {"learner.lr": (3e-4, 1e-5)}
     with pytest.raises(ConfigError, match=r"unknown key `schedule\.groups_per_step`"):
         load_config("quickstart", ["schedule.groups_per_step=4"])

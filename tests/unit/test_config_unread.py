@@ -27,11 +27,9 @@ IN_VAIN = [
     (["algorithm.overlong_penalty.factor=2"], "overlong_penalty.buffer"),
     (["algorithm.reference_kl.weight_cap=2"], "reference_kl.coef"),
     ([f"algorithm.reference_kl.{x}" for x in ("weight_cap=2", "coef=0.1", "weighted=false")], "reference_kl.weighted"),
-    (["algorithm.rollout_kl.gain=0.5"], "rollout_kl.target"),
     (["algorithm.rollout_kl.estimator=k3", "algorithm.rollout_kl.coef=0"], "rollout_kl.coef"),
     (["algorithm.rollout_kl.measure=replayed"], "`algorithm.rollout_kl.target` or `max`"),
     (["algorithm.correction.weight_cap=3"], "correction.weight"),
-    (["algorithm.normalize_std=false", "algorithm.advantage=rloo"], '`algorithm.advantage` = "grpo"'),
     (["algorithm.loss_args.x=1"], "a loss of your own"),
     (["algorithm.loss_args.x=null"], "a loss of your own"),
     (["schedule.difficulty.easy=0.9"], "settled_share"),
@@ -82,7 +80,7 @@ READ = [
     ["serving.enabled=false"],
     ["serving.unrewarded=0", "env.name=agent:a:b"],
     ["serving.unrewarded=0", "evaluation.every_steps=1", "evaluation.env.name=agent:a:b"],
-    ["algorithm.rollout_kl.target=0.01", "algorithm.rollout_kl.gain=0.5"],
+    ["algorithm.rollout_kl.target=0.01", "algorithm.rollout_kl.measure=replayed"],
 ]
 
 

@@ -115,24 +115,24 @@ def test_dppo_bounds_probability_and_not_its_ratio():
     check("dppo", bounds, given, [-10, -1.5, 0, 0, -0.8, 1.7], clipped=clipped, anchor=np.log(p).tolist())
 
 
-def test_decoupled_ppo_and_tis_clip_to_the_learner_before_the_step_and_weight_by_the_rollout():
+def test_tis_clips_to_the_learner_before_the_step_and_weighs_by_the_rollout():
     clipped, old = [False, True, True], [-2 + np.log(2), -2 + np.log(4), -2.0]
     # u = 1.1, 1, 1.5; w = 2, 3 (of 4), 1.
-    cap, given = {"decoupled_ppo": {"behaviour_cap": 3.0}}, ([2.2, 4.0, 1.5], [1, 1, 1])
-    check("decoupled_ppo", cap, given, [-2.2, -3, 0], values=[-2.2, -3, -1.2], clipped=clipped, old=old)
+    cap, given = {"tis": {"cap": 3.0}}, ([2.2, 4.0, 1.5], [1, 1, 1])
+    check("tis", cap, given, [-2.2, -3, 0], values=[-2.2, -3, -1.2], clipped=clipped, old=old)
     # u = e^0.1, 1, e^0.5; w = e^0.5, 2 (of e^2), 1.
     first = -math.exp(0.6)
     given, columns = (np.exp([0.6, 2.0, 0.5]).tolist(), [1, 1, 1]), {"anchor": [-1.5, -3.0, -1.0], "old": [-1.0] * 3}
     check("tis", {}, given, [first, -2, 0], values=[first, -2, -1.2], clipped=clipped, **columns)
     samples = make_samples(3, [5])
-    a, b = (run([samples], algorithm(policy_loss="decoupled_ppo", anchor=of)) for of in ("recomputed", "rollout"))
+    a, b = (run([samples], algorithm(policy_loss="tis", anchor=of)) for of in ("recomputed", "rollout"))
     assert a.loss == b.loss
 
 
 def test_which_losses_need_recomputed_logprobs():
     assert not needs_old_logprobs(algorithm())
     assert needs_old_logprobs(algorithm(anchor="recomputed"))
-    assert needs_old_logprobs(algorithm(policy_loss="decoupled_ppo"))
+    assert needs_old_logprobs(algorithm(policy_loss="tis"))
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
 
 
 def test_what_is_no_loss_is_refused_when_the_config_is_read():
-    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, decoupled_ppo\."
+    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo\."
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
         load_config("quickstart", ["algorithm.policy_loss=zzz"])
 
@@ -203,14 +203,15 @@ KL, MAXRL = "[algorithm.rollout_kl]", {"advantage": "maxrl"}
     [
         ({"ppo": {"clip_low": 0.0}}, "[algorithm.ppo] `clip_low` must be greater than 0"),
         ({"ppo": {"dual_clip": 1.0}}, "[algorithm.ppo] `dual_clip` must be more than 1"),
-        ({"decoupled_ppo": {"behaviour_cap": 0.0}}, "[algorithm.decoupled_ppo] `behaviour_cap`"),
+        ({"tis": {"cap": 0.0}}, "[algorithm.tis] `cap`"),
+        ({"policy_loss": "decoupled_ppo"}, 'here it is `algorithm.policy_loss="tis"` and `algorithm.tis.cap=5`'),
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
         ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),
         ({"correction": {"product_high": 0.5}}, "[algorithm.correction] `product_high` must be at least 1"),
         ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
         ({"ratio_cap": 2.0, "policy_loss": "tis"}, "algorithm.truncated_pg.cap"),
-        ({"correction": {"weight": "token"}}, "[algorithm.correction] `weight` needs `anchor`"),
-        ({"correction": {"weight": "token", "anchor": "recomputed"}}, "counts recomputed / rollout twice"),
+        ({"correction": {"weight": "token"}}, "[algorithm.correction] `weight` needs `numerator`"),
+        ({"correction": {"weight": "token", "numerator": "recomputed"}}, "counts recomputed / rollout twice"),
         ({"reduction": "mean"}, "`algorithm.reduction` = 'mean'"),
         (MAXRL | {"overlong_penalty": {"buffer": 4}}, "[algorithm] `overlong_penalty` makes rewards negative"),
         ({"rollout_kl": {"target": 0.1, "max": 0.1}}, "[algorithm.rollout_kl] `max` must be more than `target`"),
@@ -235,7 +236,7 @@ def test_sides_of_bounds_are_those_of_the_ratio_that_was_bounded():
     given = inputs(algorithm(), [1.5, 0.5], [1, -1])
     assert POLICY_LOSSES["ppo"](given).high.tolist() == [True, False]
     capped = replace(given, old_logprobs=given.logprobs.detach() + 3, rollout_logprobs=given.logprobs - 3)
-    assert POLICY_LOSSES["decoupled_ppo"](capped).high.tolist() == [True, True]  # the correction's cap
+    assert POLICY_LOSSES["tis"](capped).high.tolist() == [True, True]  # the correction's cap
 
 
 def test_equal_weights_in_bf16_are_outside_gspos_range_and_inside_the_one_that_noise_widens():

@@ -39,7 +39,7 @@ TERMS = {
     "entropy_coef": 0.1,
     "correction": {"icepop_low": 0.5, "icepop_high": 2.0, "product_low": 0.05},
 }
-BACK = {"icepop_low": 0.7, "icepop_high": 1.4, "product_low": 0.2, "anchor": "recomputed"}
+BACK = {"icepop_low": 0.7, "icepop_high": 1.4, "product_low": 0.2, "numerator": "recomputed"}
 LOSSES: list[dict] = [
     *({"policy_loss": name} for name in POLICY_LOSSES),
     {"policy_loss": "ppo", "ppo": {"dual_clip": 1.3}},
@@ -166,7 +166,7 @@ def test_logprobs_that_the_configuration_needs_must_be_there():
     batch, logprobs, entropies = batch_of(make_samples(0, [3]))
     for changes, name in (
         ({"anchor": "recomputed"}, "old"),
-        ({"policy_loss": "decoupled_ppo"}, "old"),
+        ({"policy_loss": "tis"}, "old"),
         ({"reference_kl": {"coef": 1.0}}, "reference"),
     ):
         lacking = dataclasses.replace(batch, **{f"{name}_logprobs": None})

@@ -74,7 +74,7 @@ PASTED = {
     "loss_type=dr_grpo": '`algorithm.policy_loss="ppo"` and `algorithm.reduction="sequence_mean_token_sum_norm"`',
     "loss_type=grpo": '`algorithm.policy_loss="ppo"` and `algorithm.reduction="sequence_mean"`',
     "loss_type=luspo": '`algorithm.policy_loss="gspo"` and `algorithm.reduction="sequence_mean_token_sum_norm"`',
-    "scale_rewards=False": "here it is `algorithm.normalize_std=false`$",
+    "scale_rewards=False": 'here it is `algorithm.advantage="dr_grpo"`$',
     "importance_sampling_level=sequence": '`algorithm.policy_loss="gspo"` and `algorithm.reduction="sequence_mean"`',
     "epsilon_high=5.0": "`algorithm.ppo.clip_high=5.0` .*`algorithm.cispo.clip_high=4` here",
     "steps_per_generation=8": "`schedule.minibatches_per_step` .8 / `gradient_accumulation_steps`",
@@ -131,7 +131,7 @@ def test_a_pasted_setting_is_answered_with_what_its_value_means(pasted):
 
 def test_what_the_answers_say_in_numbers_is_a_configuration():
     """Settings with values that answers about TRL's and verl's importance weights name, together."""
-    both = {"algorithm.anchor": "recomputed", "algorithm.correction.anchor": "recomputed"}
+    both = {"algorithm.anchor": "recomputed", "algorithm.correction.numerator": "recomputed"}
     sequence_mask = {"correction.weight": "sequence", "correction.weight_cap": 1e9, "correction.product_high": 3}
     bounds = {"correction.geometric_low": 0.625, "correction.geometric_high": 1.25, "policy_loss": "ppo"}
     for settings in (sequence_mask, bounds):

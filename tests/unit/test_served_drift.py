@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -460,12 +461,11 @@ def test_the_estimate_takes_the_gap_of_each_age_and_that_of_age_0_for_no_other()
     assert region.extrapolate_served_drift(0.1, [0.0, 0.0, 3.0]) == pytest.approx(0.14)
 
 
+@patch("r3async.learner.served_drift.MIN_PROBED_TOKENS", 0)
 @examples(max_examples=60)
 @given(st.lists(st.integers(1, 400), min_size=2, max_size=60), st.floats(0.01, 0.3), st.booleans())
 def test_the_share_is_kept_and_the_choice_is_that_of_the_names(tokens, share, bounded):
-    region = SimpleNamespace(
-        probe_share=share, probe_tokens=0, bound=0.1 if bounded else None, needs_served_drift=bounded
-    )
+    region = SimpleNamespace(probe_share=share, bound=0.1 if bounded else None, needs_served_drift=bounded)
     config: Any = SimpleNamespace(
         algorithm=SimpleNamespace(rollout_kl=region), routing=SimpleNamespace(replay="rollout")
     )
@@ -477,8 +477,9 @@ def test_the_share_is_kept_and_the_choice_is_that_of_the_names(tokens, share, bo
     assert {names[::-1][i] for i in turned} == {names[i] for i in chosen}
 
 
+@patch("r3async.learner.served_drift.MIN_PROBED_TOKENS", 0)
 def test_one_long_episode_a_step_is_probed_in_so_many_steps_that_the_share_is_kept():
-    config = configured(probe_tokens=0)
+    config = configured()
     steps = [choose_probes([f"s{step}a", f"s{step}b"], [100, 100], config) for step in range(4000)]
     assert np.mean([100 * len(chosen) / 200 for chosen in steps]) == pytest.approx(0.04, rel=0.2)
     assert all(len(choose_probes(["a", "b"], [9, 9], configured(limit=0.1))) == 1 for _ in range(3))
@@ -493,11 +494,11 @@ def test_a_small_step_has_enough_probed_tokens_but_no_more_than_a_quarter_of_it(
 
     assert probed(400, limit=0.1) == probed(400, target=0.1) == 640
     assert probed(120, limit=0.1) == 300
-    assert probed(120, limit=0.1, probe_tokens=0) == 40
     assert probed(120, limit=0.1, probe_share=0.5) == 600
     assert probed(4000, limit=0.1) == 1600
     assert probed(120) == 300, "also a figure that nothing depends on has to be right"
-    assert probed(120, probe_tokens=0) == 40
+    with patch("r3async.learner.served_drift.MIN_PROBED_TOKENS", 0):
+        assert probed(120) == probed(120, limit=0.1) == 40
 
 
 def test_with_a_limit_the_probed_episodes_are_trained_like_all_others():

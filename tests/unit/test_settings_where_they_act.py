@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from r3async.config import ScheduleConfig
-from r3async.config.algorithm import CorrectionConfig, ReferenceKLConfig, RolloutKLConfig
+from r3async.config.algorithm import MAX_COEFFICIENT, CorrectionConfig, ReferenceKLConfig, RolloutKLConfig
 from r3async.config.schedule import DifficultyConfig
-from r3async.learner.drift import compute_correction_weights
+from r3async.learner.drift import MAX_TOKEN_K3, compute_correction_weights
 from r3async.learner.loss import compute_reference_kl, compute_rollout_kl
-from r3async.learner.trust_region import TrustRegion
+from r3async.learner.trust_region import GAIN, GAIN_DOWN, TrustRegion
 from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.pace import PACE_SECONDS, PaceMonitor
 from tests.helpers.algorithms import algorithm, make_samples, run
@@ -27,11 +27,11 @@ def test_the_coefficient_rises_by_gain_and_falls_by_gain_down():
     for measured in (0.05, 0.06, 0.055, 0.01, 0.01, 0.03):
         error = measured / 0.02 - 1
         speed = 2 * error - (error if before is None else before)
-        coef *= math.exp((config.gain if speed > 0 else config.gain_down) * speed)
+        coef *= math.exp((GAIN if speed > 0 else GAIN_DOWN) * speed)
         before = error
         region.update_coefficient(measured)
         assert region.coef == pytest.approx(coef)
-        assert config.coef < coef < config.coef_max
+        assert config.coef < coef < MAX_COEFFICIENT
 
 
 def test_of_one_token_no_more_than_token_limit_is_measured_and_its_loss_is_a_line_from_there():
@@ -39,13 +39,13 @@ def test_of_one_token_no_more_than_token_limit_is_measured_and_its_loss_is_a_lin
     low, high = 0.0, 50.0
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if k3(middle) < config.token_limit else (low, middle)
+        low, high = (middle, high) if k3(middle) < MAX_TOKEN_K3 else (low, middle)
     deltas = torch.tensor([-30.0, 1.0, low - 0.1, low + 0.5, 12.0], dtype=torch.float64)
-    expected = [k3(d) if d < low else config.token_limit + math.expm1(low) * (d - low) for d in deltas.tolist()]
+    expected = [k3(d) if d < low else MAX_TOKEN_K3 + math.expm1(low) * (d - low) for d in deltas.tolist()]
     assert compute_rollout_kl(deltas, config).tolist() == pytest.approx(expected)
     (sample,) = make_samples(1, [2], masked=0.0)
     wild = dataclasses.replace(sample, rollout=sample.logprobs - 12)
-    assert run([[wild]], algorithm()).sums.to_metrics()["rollout_kl/k3"] == pytest.approx(config.token_limit)
+    assert run([[wild]], algorithm()).sums.to_metrics()["rollout_kl/k3"] == pytest.approx(MAX_TOKEN_K3)
 
 
 def test_a_token_of_the_reference_term_weighs_no_more_than_weight_cap():
@@ -58,7 +58,7 @@ def test_a_token_of_the_reference_term_weighs_no_more_than_weight_cap():
 
 @pytest.mark.parametrize("weight", ["token", "sequence"])
 def test_a_correction_weighs_no_more_than_weight_cap(weight: str):
-    config = CorrectionConfig(weight=weight, anchor="recomputed")
+    config = CorrectionConfig(weight=weight, numerator="recomputed")
     deltas, episode = [0.2, 0.3, -0.4, 1.0, 0.1], [0, 0, 0, 1, 1]
     old = torch.full([5], -1.0, dtype=torch.float64)
     weights = compute_correction_weights(

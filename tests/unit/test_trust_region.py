@@ -100,20 +100,27 @@ def simulate(
     return drifts, coefs
 
 
+@pytest.fixture
+def wide_bound(monkeypatch):
+    monkeypatch.setattr("r3async.learner.trust_region.MAX_COEFFICIENT", 100.0)
+
+
+@pytest.mark.usefixtures("wide_bound")
 @pytest.mark.parametrize("half", [0.01, 1.0])
 @pytest.mark.parametrize("delay", [0, 2, 5])
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 def test_drift_comes_down_to_the_target_and_stays_below_it(power, delay, half):
-    drifts, _ = simulate(TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100)), power, delay, half)
+    drifts, _ = simulate(TrustRegion(RolloutKLConfig(target=TARGET)), power, delay, half)
     last = np.asarray(drifts[120:])
     assert 0.7 * TARGET < last.mean() < 1.05 * TARGET
     assert last.max() < 1.5 * TARGET
 
 
+@pytest.mark.usefixtures("wide_bound")
 @pytest.mark.parametrize("seed", range(5))
 def test_the_mean_stays_below_the_target_where_single_steps_scatter_by_a_factor_of_two(seed):
     """Log-normal scatter whose mean is 1, of the size and the memory measured on the quickstart. Its geometric mean is 0.78."""
-    rng, region = random.Random(seed), TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
+    rng, region = random.Random(seed), TrustRegion(RolloutKLConfig(target=TARGET))
     drift, scatter, measured = 0.2, 0.0, []
     for _ in range(2000):
         drift = 0.5 * drift + 0.5 * 0.2 / (1 + region.coef / 0.1)
@@ -158,8 +165,9 @@ class TwoSided:
         self.error = error
 
 
+@pytest.mark.usefixtures("wide_bound")
 def test_a_coefficient_that_is_too_large_comes_down():
-    region = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
+    region = TrustRegion(RolloutKLConfig(target=TARGET))
     region.load_state_dict({"coef": 50.0, "error": 0.0})
     drifts, coefs = simulate(region, 1.0, 2, 0.1)
     assert coefs[-1] < 5
@@ -167,13 +175,13 @@ def test_a_coefficient_that_is_too_large_comes_down():
 
 
 def test_a_bound_does_not_wind_the_controller_up():
-    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=0.005, coef_max=0.5))
+    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=0.005))
     for _ in range(500):
         region.update_coefficient(10 * TARGET)
-    assert region.coef == 0.5
+    assert region.coef == 1.0
     for _ in range(10):
         region.update_coefficient(TARGET / 10)
-    assert region.coef < 0.25
+    assert region.coef < 0.5
     for _ in range(500):
         region.update_coefficient(0.0)
     assert region.coef == 0.005, "where it started: calm steps do not disarm it"
@@ -271,9 +279,9 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     older = TrustRegion(config)
     older.load_state_dict({"coef": one.coef, "error": 0.0})
     assert older.extrapolate_served_drift(0.02, [0, 5]) is None
-    narrower = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=0.01))
+    narrower = TrustRegion(RolloutKLConfig(target=TARGET))
     narrower.load_state_dict({"coef": 5.0, "error": 0.0})
-    assert narrower.coef == 0.01
+    assert narrower.coef == 1.0
     fixed = TrustRegion(RolloutKLConfig(coef=0.3))
     fixed.load_state_dict(one.state_dict())
     assert fixed.coef == 0.3

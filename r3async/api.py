@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec import UNSET
 
-from r3async.config import Config, load_config
+from r3async.config import Config, ConfigError, load_config
 from r3async.config.load import apply_overrides
 from r3async.envs.factory import build_factory_with_objects
 from r3async.envs.passed_objects import extract_objects, register_objects
@@ -77,7 +77,6 @@ def train(
 
 def evaluate(
     target: str | Path | None = None,
-    env: Any = None,
     *,
     environment: Any = None,
     reward: Any = UNSET,
@@ -92,10 +91,9 @@ def evaluate(
 
     Args:
         target: A run's name or directory, whose newest model plays its environment (by default the
-            newest run), or a model directory, which needs `env`. A run that was given objects is
+            newest run), or a model directory, which needs `environment`. A run that was given objects is
             given them again.
-        env: The environment: a class, a function that makes environments, or a name as `env.name`.
-        environment: The same as `env`.
+        environment: A class, a function that makes environments, or a name as `env.name`.
         reward: Reward of `data`, as for `train`.
         tasks: Number of tasks; by default 64, or as many as each of the run's sets has.
         seed: Seed of the tasks.
@@ -110,8 +108,10 @@ def evaluate(
     """
     from r3async.tools.eval import check_evaluated_model, choose_target, run_evaluation
 
+    if not isinstance(settings.get("env", {}), Mapping):
+        raise ConfigError("`env` is a section: the argument is called `environment`")
     named_settings, objects = _name_objects(None, reward, settings)
-    env_name = env if environment is None else environment
+    env_name = environment
     if env_name is not None and not isinstance(env_name, str):
         names, env_objects = extract_objects({"environment": env_name})
         env_name = names["environment"]

@@ -80,7 +80,7 @@ def test_a_wrong_setting_of_train_and_evaluate_is_named(tmp_path):
 
 async def test_within_a_running_event_loop_as_a_notebooks_both_are_called_alike(tmp_path):
     assert asyncio.get_running_loop().is_running()
-    found = r3async.evaluate(env="reverse-text", policy="oracle", tasks=2, runs=tmp_path)
+    found = r3async.evaluate(environment="reverse-text", policy="oracle", tasks=2, runs=tmp_path)
     assert (found.episodes, found.reward_mean) == (2, 1.0)
     with pytest.raises(ConfigError, match="`callbacks"):
         r3async.train("quickstart", runs=tmp_path, callbacks=[3])
@@ -127,7 +127,9 @@ def test_a_class_and_a_function_stand_where_names_do():
             return "0.25"
 
     assert r3async.evaluate(environment=Fixed, policy="oracle", tasks=3).reward_mean == 0.25
-    assert r3async.evaluate(env=lambda: Fixed(), policy="oracle", tasks=3).reward_mean == 0.25
+    assert r3async.evaluate(environment=lambda: Fixed(), policy="oracle", tasks=3).reward_mean == 0.25
+    with pytest.raises(r3async.ConfigError, match="the argument is called `environment`"):
+        r3async.evaluate(env=Fixed, policy="oracle", tasks=3)
 
 
 def test_a_function_is_a_reward_and_one_that_cannot_be_pickled_is_named(tmp_path):

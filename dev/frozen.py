@@ -46,8 +46,7 @@ SMALL_RUN = (
         "checkpoint.every_steps=10",
         "evaluation.every_steps=0",
     ),
-    *("model.init.hidden_size=32", "model.init.expert_hidden_size=32", "model.init.layers=2"),
-    *("model.init.max_warm_steps=1", "model.init.warm_reward=0.01"),
+    *("model.init.size=tiny", "model.init.max_warm_steps=1", "model.init.warm_reward=0.01"),
 )
 """Overrides for a small run whose result does not depend on the order in which episodes arrive:
 each step trains the groups that were played with its version of the weights."""

@@ -94,7 +94,7 @@ def untrained(tmp_path_factory):
     from r3async.tools.init_model import init_model
 
     path = tmp_path_factory.mktemp("model") / "init"
-    tiny = ["hidden_size=32", "expert_hidden_size=32", "layers=2", "max_warm_steps=1", "warm_reward=0.01"]
+    tiny = ["size=tiny", "max_warm_steps=1", "warm_reward=0.01"]
     init_model(path, load_config("quickstart", [f"model.init.{setting}" for setting in tiny]))
     return path
 

@@ -31,6 +31,7 @@ from r3async.config import (
     Config,
     ConfigError,
     InitConfig,
+    InitShape,
     LearnerConfig,
     config_from_dict,
     config_to_dict,
@@ -105,15 +106,15 @@ def build_byte_tokenizer() -> Any:
     return fast
 
 
-def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
-    """Build a `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds
-    give equal weights."""
+def build_random_model(init: InitConfig, tokenizer: Any, shape: InitShape | None = None) -> Any:
+    """Build a `Qwen3MoeForCausalLM` in float32 with random weights, by default of the shape of
+    `init`; equal seeds give equal weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(init.seed)
     config = Qwen3MoeConfig(
-        **init.build_model_config(vocab_size=-(-len(tokenizer) // 8) * 8),
+        **(shape or init.shape).build_model_config(-(-len(tokenizer) // 8) * 8, init.rope_theta),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -347,8 +348,8 @@ def init_model(
     model = build_random_model(init, tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
     progress(
-        f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, "
-        f"top-{init.top_k}"
+        f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, "
+        f"{init.shape.experts} experts, top-{init.shape.top_k}"
     )
     scratch = directory.with_name(directory.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)

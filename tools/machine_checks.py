@@ -110,8 +110,8 @@ def check_head_size(config: Config, shape: ModelShape, *, on_cpu: bool) -> None:
     if on_cpu or shape.head_dim < CPU_HEAD_DIMS[0]:
         raise ConfigError(
             f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: "
-            f"it takes {', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads; "
-            "`model.init.heads` for a model that is made)"
+            f"it takes {', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads): "
+            'set `model.init.size` = "small", or `generator.engine` = "scripted"'
         )
 
 

@@ -178,7 +178,9 @@ def find_model_shape(config: Config) -> tuple[ModelShape, str]:
     they are unknown."""
     path = config.model.path
     if not path:
-        made = config.model.init.build_model_config(INIT_VOCAB_SIZE)
+        made = config.model.init.shape.build_model_config(
+            INIT_VOCAB_SIZE, config.model.init.rope_theta
+        )
         return read_planned_shape(made, "model.init"), "model.init: made when the run starts"
     return _find_shape_at(path, "model.path")
 

@@ -180,6 +180,8 @@ def transport(
 def weights(
     json: Json = False,
     updates: Annotated[int, typer.Option(help="measured updates", min=1)] = 20,
+    layers: Annotated[int, typer.Option(help="of the model", min=1)] = 4,
+    experts: Annotated[int, typer.Option(help="of each layer", min=2)] = 8,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value", show_default=False)
     ] = None,
@@ -187,9 +189,11 @@ def weights(
     """Measure what a weight update costs learner and engine in a real run: copy, write,
     transfer, load, pause."""
     from dev.bench.weights import measure_weights
+    from r3async.config import InitShape
 
+    shape = InitShape(layers=layers, experts=experts)
     _print_report(
-        "weights", lambda: measure_weights(updates, overrides or [], print_to_stderr), json
+        "weights", lambda: measure_weights(updates, shape, overrides or [], print_to_stderr), json
     )
 
 

@@ -29,7 +29,7 @@ RUN_NAME = "run"
 TIMEOUT_SECONDS = 600.0
 SMALL_OVERRIDES = [
     "model.init.max_warm_steps=2",
-    "model.init.hidden_size=64",
+    "model.init.size=tiny",
     "generator.engine=scripted",
     "weights.probe=false",
 ]

@@ -10,8 +10,9 @@ from typing import Any
 
 from dev.bench.jobs import BenchError, PrintLine, train_in_process
 from dev.bench.report import Measurements
-from r3async.config import load_config
+from r3async.config import InitShape, load_config
 from r3async.data.safetensors_header import decode_safetensors_header
+from r3async.tools.init_model import build_byte_tokenizer, build_random_model
 
 TIMEOUT_SECONDS = 1800.0
 WARM_UP_UPDATES = 2
@@ -24,11 +25,6 @@ QUICKSTART_OVERRIDES = [
     "schedule.group_size=4",
     "generator.kv_cache_gib=0.25",
     "routing.trace=off",
-    "model.init.max_warm_steps=1",
-    "model.init.layers=4",
-    "model.init.hidden_size=128",
-    "model.init.experts=8",
-    "model.init.expert_hidden_size=64",
 ]
 """Overrides of the quickstart; those of the command come after them."""
 PART_METRICS = {
@@ -43,8 +39,11 @@ PART_METRICS = {
 """Metrics by the name of their part of an update."""
 
 
-def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLine) -> Measurements:
-    """Make the run in a separate process, and read its metrics. Raises `BenchError`, `ConfigError`.
+def measure_weights(
+    updates: int, shape: InitShape, overrides: Sequence[str], print_line: PrintLine
+) -> Measurements:
+    """Make the run of a random model in a separate process, and read its metrics. Raises
+    `BenchError`, `ConfigError`.
 
     A value is of one update; the first two, in which processes warm up, are left out.
     """
@@ -52,6 +51,11 @@ def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLin
         "quickstart", [*QUICKSTART_OVERRIDES, *overrides, f"steps={updates + WARM_UP_UPDATES}"]
     )
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
+        model = Path(scratch, "init")
+        tokenizer = build_byte_tokenizer()
+        tokenizer.save_pretrained(model)
+        build_random_model(config.model.init, tokenizer, shape).save_pretrained(model)
+        config.model.path = str(model)
         rows = train_in_process(
             config, Path(scratch), timeout=TIMEOUT_SECONDS, print_line=print_line
         )[WARM_UP_UPDATES:]

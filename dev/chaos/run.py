@@ -108,19 +108,14 @@ def chaos_overrides(scenario: type[ChaosScenario], kills: int, engine: str) -> l
     ]
     if engine == "vllm":
         return [*common, *scenario.overrides]
-    tiny = {
-        "hidden_size": 32,
-        "expert_hidden_size": 16,
-        "layers": 2,
-        "max_warm_steps": 1,
-        "warm_reward": 0.01,
-    }
     return [
         *common,
         "generator.engine=scripted",
         f"generator.engine_args={{ token_seconds = {scenario.token_seconds} }}",
         "weights.probe=false",
-        *(f"model.init.{name}={value}" for name, value in tiny.items()),
+        "model.init.size=tiny",
+        "model.init.max_warm_steps=1",
+        "model.init.warm_reward=0.01",
         *scenario.overrides,
     ]
 

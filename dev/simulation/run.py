@@ -33,7 +33,7 @@ from r3async.actors.driver import RunLauncher, supervise_run
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.actors.run_directory import LOCK_WAIT_SECONDS, open_run_directory
 from r3async.checkpoint import CheckpointError
-from r3async.config import Config, ConfigError, InitConfig
+from r3async.config import Config, ConfigError, InitShape
 from r3async.data.model_shape import read_moe_layers
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
@@ -123,7 +123,7 @@ def tiny_model_directory() -> Iterator[Path]:
     try:
         model.mkdir()
         build_byte_tokenizer().save_pretrained(model)
-        model_config = InitConfig(layers=2, experts=8, top_k=2).build_model_config(vocab_size=512)
+        model_config = InitShape(layers=2).build_model_config(512, rope_theta=10_000.0)
         (model / "config.json").write_bytes(msgspec.json.encode(model_config))
         os.chdir(directory)
         yield model

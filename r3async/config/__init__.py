@@ -44,6 +44,7 @@ from r3async.config.load import preset_directory as preset_directory
 from r3async.config.load import resolve_envs as resolve_envs
 from r3async.config.load import upgrade_saved_settings as upgrade_saved_settings
 from r3async.config.model import InitConfig as InitConfig
+from r3async.config.model import InitShape as InitShape
 from r3async.config.observe import LogConfig as LogConfig
 from r3async.config.observe import ObserveConfig as ObserveConfig
 from r3async.config.run import Config as Config

@@ -55,9 +55,13 @@ REMOVED_KEYS = {
     "learner.parallel.vpp": "there are no virtual pipeline stages: use `learner.parallel.pp`",
     "log.mlflow_uri": "set the variable MLFLOW_TRACKING_URI",
     "log.wandb_mode": "set the variable WANDB_MODE",
+    **{
+        f"model.init.{name}": "it follows from `model.init.size`"
+        for name in ("expert_hidden_size", "experts", "heads", "hidden_size", "kv_heads", "layers")
+    },
     "model.init.gate_std": "router weights of a new model always have a standard deviation of 0.1",
-    "model.init.kv_heads": "it is always half of `model.init.heads`",
     "model.init.max_positions": "a new model always has 32768 positions",
+    "model.init.top_k": "a token of a new model always takes 2 experts",
     "model.init.warm_batch": "the supervised start always takes 64 samples a step",
     "model.init.warm_lr": "the supervised start always has a learning rate of 0.001",
     "observe.mlflow_uri": "set the variable MLFLOW_TRACKING_URI",

@@ -95,16 +95,6 @@ class Config(Section):
                 "`algorithm.router_aux.coef` needs the routes of a step beforehand: set "
                 "`routing.replay`"
             )
-        if (
-            not self.model.path
-            and self.model.init.top_k == 1
-            and self.learner.backend == "megatron"
-        ):
-            raise ValueError(
-                "`model.init.top_k` = 1: the one gate of a token is always 1, so the router has no "
-                "gradient, and megatron-core refuses it: set `model.init.top_k` to 2 or more, or "
-                '`learner.backend` = "torch"'
-            )
         if self.algorithm.distillation.teacher and self.learner.backend == "scripted":
             raise ValueError(
                 "`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "

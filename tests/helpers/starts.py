@@ -42,7 +42,7 @@ def make_described_model(directory: Path, config: Config) -> Path:
     from r3async.tools.init_model import build_byte_tokenizer
 
     init, name = config.model.init, Path(config.model.path).name
-    described = PUBLISHED_CONFIGS[name] if name else init.build_model_config(INIT_VOCAB_SIZE)
+    described = PUBLISHED_CONFIGS[name] if name else init.shape.build_model_config(INIT_VOCAB_SIZE, init.rope_theta)
     build_byte_tokenizer().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(described))
     save_file({"one": torch.zeros(1)}, directory / "model.safetensors")

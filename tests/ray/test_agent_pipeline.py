@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from r3async.config import EnvConfig, InitConfig, ServingConfig, config_from_dict, load_config
+from r3async.config import EnvConfig, InitConfig, InitShape, ServingConfig, config_from_dict, load_config
 from r3async.envs.factory import build_environment_factory
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.supervised import run_supervised_step
@@ -85,10 +85,10 @@ def files_with(directory: Path, text: str) -> list[Path]:
 def caller(tmp_path_factory):
     """A model that mostly calls the tool: a short supervised warm-up, without the samples that `init_model` looks at."""
     # Heads of 32: vLLM has none of 16 on CPU.
-    init = InitConfig(hidden_size=64, layers=2, heads=2, expert_hidden_size=32, rope_theta=5.0)
+    shape = InitShape(hidden_size=64, layers=2, heads=2, expert_hidden_size=32)
     tokenizer = build_byte_tokenizer()
     torch.manual_seed(0)
-    model = build_random_model(init, tokenizer)
+    model = build_random_model(InitConfig(rope_theta=5.0), tokenizer, shape)
     factory = build_environment_factory(EnvConfig(name="tests.helpers.agents:CalculatorFormat"))
     data = OracleDemonstrations(factory, ChatRenderer(tokenizer), 0)
     path = tmp_path_factory.mktemp("model") / "caller"

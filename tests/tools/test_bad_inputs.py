@@ -35,7 +35,7 @@ SETTINGS = [
     ("name=latest", "link to the newest run"),
     ("resume=", '"auto", "none"'),
     ("model=x", "`model` is a section"),
-    ("model.init.top_k=99", "`top_k` = 99 is more than `experts`"),
+    ("model.init.size=huge", "'small', 'tiny'"),
     ("env.workers=0", "`workers` must be greater than 0"),
     ("episode.temperature=0", "`episode.temperature` must be greater than 0"),
     ("episode.max_prompt_tokens=99999", "`max_prompt_tokens` must be less"),
@@ -168,10 +168,9 @@ SETTINGS = [
 STARTS = [
     # what vLLM on CPU would start with, and then fail at
     (["generator.engine_args={ enable_expert_parallel = true }"], "`generator.engine_args.enable_expert_parallel`"),
-    (["model.init.expert_hidden_size=48"], "experts of width 48 to a multiple of 32"),
     (
-        ["model.init.expert_hidden_size=32", "generator.engine_args={ tensor_parallel_size = 2 }"],
-        "a multiple of 64, or `generator.engine_args.tensor_parallel_size` = 1",
+        ["generator.engine_args={ tensor_parallel_size = 4 }"],
+        "a multiple of 128, or `generator.engine_args.tensor_parallel_size` = 1",
     ),
     (["env.name=mine:Gym"], "step() must return a StepResult"),
     (["env.name=mine:Gym"], "`gymnasium:ID`"),

@@ -97,7 +97,7 @@ EDGE_COMMANDS = [
     ("init-model empty", "empty exists already"),
     ("init-model file", "file exists already"),
     ("init-model /proc/nowhere/model", "/proc/nowhere"),
-    ("init-model new model.init.top_k=99", "`top_k` = 99"),
+    ("init-model new model.init.layers=2", "it follows from `model.init.size`"),
     ("keys file", "file: cannot be written: Not a directory"),
     ("keys /proc/nowhere", "/proc/nowhere"),
     ("keys new --name ../x", "no name for a key"),

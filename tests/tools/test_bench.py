@@ -238,7 +238,7 @@ def test_a_small_transport_measures_every_path(tmp_path):
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_small_weights_have_every_part_of_an_update(tmp_path):
-    report = measure("weights", "--updates", "3", "model.init.layers=2", cwd=tmp_path, timeout=580)
+    report = measure("weights", "--updates", "3", "--layers", "2", cwd=tmp_path, timeout=580)
     milliseconds = {row.case: row.figures["ms"] for row in report.rows}
     assert all(figure.n == 3 for figure in milliseconds.values())
     assert milliseconds["load"].median < milliseconds["pause"].median < milliseconds["update"].median

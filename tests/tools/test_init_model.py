@@ -18,7 +18,7 @@ from r3async.world.processes import run_on_shared_loop
 from tests.helpers.cli import run_program
 from tests.helpers.judge import judge_answers
 
-SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0.05", "env.args.turns=2"]
+SMALL = ["model.init.size=tiny", "model.init.warm_reward=0.05", "env.args.turns=2"]
 
 
 class Own(ReverseText):
@@ -184,7 +184,7 @@ def test_a_reward_that_keeps_a_connection_warms_a_model_up_and_the_person_is_tol
     """Each look at the reward had an event loop of its own, and the second died: "Event loop is closed"."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "3+3=", "answer": "6"}\n')
     settings = [f"data={tmp_path / 'rows.jsonl'}", "data.eval=0", "reward=tests.helpers.judge:asked"]
-    settings += [*SMALL[:2], "model.path=", "model.init.warm_reward=1.0", "model.init.max_warm_steps=1"]
+    settings += [SMALL[0], "model.path=", "model.init.warm_reward=1.0", "model.init.max_warm_steps=1"]
     lines = []
     with judge_answers() as answers:
         config = load_config("math", settings)
@@ -197,7 +197,7 @@ def test_a_reward_that_keeps_a_connection_warms_a_model_up_and_the_person_is_tol
 def raising_model(tmp_path, reward, lines):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(100)))
     settings = [f"data={tmp_path / 'rows.jsonl'}", "data.eval=0", f"reward=tests.tools.test_init_model:{reward}"]
-    settings += [*SMALL[:2], "model.path=", "model.init.warm_reward=1.0", "model.init.max_warm_steps=1"]
+    settings += [SMALL[0], "model.path=", "model.init.warm_reward=1.0", "model.init.max_warm_steps=1"]
     init_model(tmp_path / "model", load_config("math", settings), progress=lines.append)
 
 

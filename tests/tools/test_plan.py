@@ -114,7 +114,7 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
             "episode.max_total_tokens=40000 learner.max_tokens_per_micro_batch=40000",
             ["episode.max_total_tokens", "positions"],
         ),
-        ("quickstart", "model.init.heads=8", ["model.init.heads", "32"]),
+        ("quickstart", "model.init.size=tiny", ["model.init.size", "32"]),
     ],
 )
 def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):

@@ -35,7 +35,7 @@ WORDS = ["one", "two", "three", "four", "five", "six"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("made") / "model"
-    tiny = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0", "env.args.turns=2"]
+    tiny = ["model.init.size=tiny", "model.init.warm_reward=0", "env.args.turns=2"]
     init_model(path, load_config("quickstart", tiny))
     return path
 

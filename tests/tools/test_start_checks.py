@@ -57,7 +57,7 @@ REFUSED = {
     "router settings": "train quickstart learner.expert_bias_rate=0.1",
     "routes": "train quickstart routing.replay=rollout model.path=dense",
     "positions": "train quickstart episode.max_total_tokens=40000 learner.max_tokens_per_micro_batch=40000",
-    "head size": "train quickstart model.init.hidden_size=192",
+    "head size": "train quickstart model.init.size=tiny",
     "placement": "train quickstart model.path=large generator.engine_args.tensor_parallel_size=16",
     "message size": "train quickstart transport.max_message_bytes=1000",
     "GPU memory": "train quickstart model.path=large cluster.gpu_gib=1",

@@ -139,6 +139,7 @@ OLD_SETTINGS = {
     "schedule": {"groups_per_step": 4, "pace_seconds": 60.0},
     "serving": {"max_messages": 1024},
     "learner": {"parallel": {"vpp": 1}},
+    "model": {"init": {"hidden_size": 128, "layers": 4}},
 }
 """Settings that an earlier release saved, beside those of today."""
 

@@ -47,7 +47,7 @@ IN_VAIN = [
     (["serving.tool_parser=builtin"], "serving.enabled"),
     (["serving.max_sessions=3", "env.name=agent:a:b"], "serving.enabled"),
     (["evaluation.samples_per_task=8"], "evaluation.every_steps"),
-    (["model.init.layers=2", "model.path=org/name"], "model.path"),
+    (["model.init.size=tiny", "model.path=org/name"], "model.path"),
     (["model.init.warm_reward=0.2", "model.init.max_warm_steps=0"], "max_warm_steps"),
     (["sft.epochs=3"], "r3async sft"),
 ]
@@ -138,7 +138,7 @@ def test_the_configuration_of_a_run_is_taken_whatever_it_has(tmp_path):
 
 def test_each_command_takes_its_own(tmp_path):
     load_command_config("quickstart", ["sft.epochs=3"], "sft")
-    load_command_config("math_1b", ["model.init.layers=2"], "init-model")
+    load_command_config("math_1b", ["model.init.size=tiny"], "init-model")
     with pytest.raises(ConfigError, match=r"`generator\.count` has no effect here: `r3async train` reads it"):
         load_command_config("quickstart", ["generator.count=3"], "sft")
     apply_overrides(Config(), ["evaluation.samples_per_task=8"], "eval")

@@ -435,11 +435,10 @@ class Conductor:
     async def _load_learner(self) -> dict[str, Any]:
         """Have the learner load. Returns what it reports about itself."""
         report: dict[str, Any] = await call_with_limit(
-            self.config,
-            "learner.start_timeout",
             self.learner,
             "start",
             failure="the learner did not load",
+            seconds=self.config.supervise.limits.start,
         )
         self._phase = "loading engine"
         return report
@@ -564,7 +563,7 @@ class Conductor:
         """Begin the checkpoint of the last step, and try again for as long as a checkpoint may
         take. Raises `RunFailed` after that."""
         clock = self.world.clock.monotonic
-        limit = self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes)
+        limit = self.config.supervise.limits.checkpoint_write(self._write_sizes.checkpoint_bytes)
         deadline = clock() + limit
         while self.step != self._checkpoint_due.last_step:
             await self._begin_checkpoint()
@@ -572,7 +571,7 @@ class Conductor:
                 if clock() > deadline:
                     raise RunFailed(
                         f"the checkpoint of step {self.step} could not be begun within {limit:g} s "
-                        f"(checkpoint.write_timeout): see checkpoint_failed in {EVENTS_FILE}, mend "
+                        f"(supervise.patience): see checkpoint_failed in {EVENTS_FILE}, mend "
                         "the cause and resume"
                     )
                 await asyncio.sleep(RETRY_SECONDS)
@@ -630,24 +629,20 @@ class Conductor:
         made the weights."""
         self._phase = "saving the model"
         model = str(self.run_dir / "model")
-        failure = "the model was not saved"
+        limits = self.config.supervise.limits
         updates: int = await call_with_limit(
-            self.config, "learner.start_timeout", self.learner, "save_model", model, failure=failure
+            self.learner,
+            "save_model",
+            model,
+            failure="the model was not saved",
+            seconds=limits.start,
         )
         self._phase = "writing a checkpoint"
-        setting = "checkpoint.write_timeout"
-        failure = "the last checkpoint was not written"
-        seconds = (
-            self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes)
-            + RPC_SECONDS
-        )
         await call_with_limit(
-            self.config,
-            setting,
             self.learner,
             "finish_checkpoint",
-            failure=failure,
-            seconds=seconds,
+            failure="the last checkpoint was not written",
+            seconds=limits.checkpoint_write(self._write_sizes.checkpoint_bytes) + RPC_SECONDS,
         )
         return updates
 
@@ -668,7 +663,7 @@ class Conductor:
             dispatcher=self.dispatcher,
             installer=installer,
             evaluator=self.evaluator,
-            write_seconds=self.config.weights.resolve_write_timeout(
+            write_seconds=self.config.supervise.limits.version_write(
                 self._write_sizes.version_bytes
             ),
             stop_requested=self._stop_requested,

@@ -235,7 +235,7 @@ class RunHandle:
         """Process id and host by role."""
         supervise = self.config.supervise
         # The conductor is created, and imports what it needs, before it answers for the first time.
-        first = max(supervise.stall_seconds, self.config.learner.start_timeout)
+        first = max(supervise.stall_seconds, supervise.limits.start)
         clock = self._world.clock.monotonic
         self._watchdog = Watchdog(clock, supervise.stall_seconds, {FIRST_ANSWER: first})
 

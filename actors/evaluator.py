@@ -73,6 +73,7 @@ class Evaluator:
     ):
         self.config = config
         self.settings = config.evaluation
+        self._limits = config.supervise.limits
         self._disk_wait = DiskRetrier(
             world, events.warning, "evaluation_not_kept", "evaluation_kept"
         )
@@ -164,7 +165,7 @@ class Evaluator:
         made = EvaluationFile(step, self._clock.time(), flatten_evaluation(result), result)
         self._write_row(made)
         with contextlib.suppress(TimeoutError):  # its row is written, and the run may end
-            async with asyncio.timeout(self.config.checkpoint.write_timeout):
+            async with asyncio.timeout(self._limits.checkpoint_write(0)):
                 await self._disk_wait.run_with_retries(
                     EVALUATION_DISK_HINT, self._store_evaluation, made
                 )
@@ -192,7 +193,7 @@ class Evaluator:
         (monotonic seconds).
         """
         began = self._clock.monotonic()
-        while (now := self._clock.monotonic()) < began + self.settings.timeout:
+        while (now := self._clock.monotonic()) < began + self._limits.evaluation:
             able = [
                 g
                 for g in self._fleet
@@ -261,7 +262,7 @@ class Evaluator:
         finally:
             for each in hearing:
                 each.cancel()
-        limit = f"within {self.settings.timeout:g} s (evaluation.timeout)"
+        limit = f"within {self._limits.evaluation:g} s (supervise.patience)"
         error_line = f"no generator was healthy and had version {version} of the weights {limit}"
         self._events.warning("evaluation_failed", step=step, error=error_line)
         return None
@@ -270,7 +271,7 @@ class Evaluator:
         """Play an evaluation on a generator and return its result. Raises `GeneratorSilent` if the
         generator stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
         # The generator's own limit comes first, so that it is free again.
-        limit = self.settings.timeout + RPC_SECONDS
+        limit = self._limits.evaluation + RPC_SECONDS
         playing = asyncio.ensure_future(generator.handle.call("evaluate"))
         listening = asyncio.create_task(self._wait_until_silent(generator))
         try:
@@ -281,7 +282,7 @@ class Evaluator:
                 return playing.result()
             if listening.done():
                 raise GeneratorSilent
-            raise TimeoutError(f"no answer within {limit:g} s (evaluation.timeout)")
+            raise TimeoutError(f"no answer within {limit:g} s (supervise.patience)")
         finally:
             playing.cancel()
             listening.cancel()

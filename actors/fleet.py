@@ -444,8 +444,12 @@ class Fleet:
         self, generator: FleetGenerator, action: str, method: str, *args: Any
     ) -> Any:
         """Call a generator as part of its start. Raises `RunFailed`, which names `action`, after
-        `generator.start_timeout`."""
+        `TimeLimits.start`."""
         failure = f"{generator.generator_id} did not {action}"
         return await call_with_limit(
-            self.config, "generator.start_timeout", generator.handle, method, *args, failure=failure
+            generator.handle,
+            method,
+            *args,
+            failure=failure,
+            seconds=self.config.supervise.limits.start,
         )

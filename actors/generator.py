@@ -306,8 +306,8 @@ class GeneratorActor:
             )
         before = clock.monotonic()
         first = self._engine.version < 0
-        deadline = before + self.config.weights.resolve_install_timeout(
-            publication.manifest.nbytes, first
+        deadline = before + self.config.supervise.limits.install(
+            publication.manifest.nbytes, first=first
         )
         left = lambda: max(0.0, deadline - clock.monotonic())  # noqa: E731
         with stage("install"):
@@ -339,7 +339,7 @@ class GeneratorActor:
         `Engine.find_weight_differences`."""
         manifest = self._require_ready(self._installed_manifest)
         return await self._engine.find_weight_differences(
-            manifest, self.config.weights.resolve_install_timeout(manifest.nbytes, first=True)
+            manifest, self.config.supervise.limits.install(manifest.nbytes, first=True)
         )
 
     async def count_stale_cached_tokens(self, token_ids: list[int]) -> int:
@@ -609,7 +609,7 @@ class GeneratorActor:
         """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner.
 
         Returns an `Evaluation`. Raises what an episode failed with after its retries,
-        `EngineLostError` if the engine is lost, and `TimeoutError` after `evaluation.timeout`.
+        `EngineLostError` if the engine is lost, and `TimeoutError` after `TimeLimits.evaluation`.
         """
         player = EvaluationPlayer(
             self.config,
@@ -620,13 +620,11 @@ class GeneratorActor:
         )
         playing = create_stage_task("evaluation", player.play_sets())
         self._evaluation_tasks.append(playing)
+        limit = self.config.supervise.limits.evaluation
         try:
-            return msgspec.to_builtins(
-                await asyncio.wait_for(playing, self.config.evaluation.timeout)
-            )
+            return msgspec.to_builtins(await asyncio.wait_for(playing, limit))
         except TimeoutError as error:
-            limit = self.config.evaluation.timeout
-            raise TimeoutError(f"it took longer than evaluation.timeout = {limit} s") from error
+            raise TimeoutError(f"it took longer than {limit:g} s (supervise.patience)") from error
         except Exception as error:
             loss = find_cause(error, EngineLostError)
             if loss is not None:

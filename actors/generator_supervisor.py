@@ -208,7 +208,7 @@ class GeneratorSupervisor:
 
     async def remove_generator(self, generator_id: str) -> None:
         """Remove a generator: lease it nothing more, let it finish what it plays, for
-        `supervise.leave_seconds` at most, and end its engine. What it has not delivered by then is
+        `TimeLimits.leave` at most, and end its engine. What it has not delivered by then is
         leased again. Waits until the run plays."""
         await self._playing_begun.wait()
         generator = self._fleet.generators.get(generator_id)
@@ -218,7 +218,7 @@ class GeneratorSupervisor:
         playing = self._play_tasks.get(generator_id)
         self._dispatcher.stop_leasing(generator_id)
         if playing is not None:
-            await asyncio.wait([playing], timeout=self._config.supervise.leave_seconds)
+            await asyncio.wait([playing], timeout=self._config.supervise.limits.leave)
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
         finished = generator.is_finished
@@ -341,7 +341,7 @@ class GeneratorSupervisor:
         as another loss."""
         try:
             await self._wait_until_alive(
-                generator, self._clock() + self._config.generator.start_timeout
+                generator, self._clock() + self._config.supervise.limits.start
             )
             await self._fleet.load_engine(generator)
             await self._context.installer.connect_generator(generator)
@@ -366,6 +366,6 @@ class GeneratorSupervisor:
                         raise
                     raise RunFailed(
                         f"{generator.generator_id} was restarted and did not answer in time "
-                        "(generator.start_timeout)"
+                        "(supervise.patience)"
                     ) from error
                 await asyncio.sleep(0.5)

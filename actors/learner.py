@@ -324,7 +324,7 @@ class LearnerActor:
             torch_lane=self._torch_lane,
             writer_lane=self._writer_lane,
             probe_tokens=None if probe_tokens is None else np.asarray(probe_tokens, np.int32),
-            write_seconds=config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
+            write_seconds=config.supervise.limits.version_write(self._write_sizes.version_bytes),
             carried=await self._torch_lane.run(model.ranks.list_carried_tensors),
             server=build_weight_server(config, transport, inbox.keys, world),
             remote_ranks=model.ranks

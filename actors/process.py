@@ -4,7 +4,6 @@ which errors end a process or the run."""
 from __future__ import annotations
 
 import asyncio
-import operator
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial, wraps
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from r3async.checkpoint.run_lock import RunLock
-from r3async.config import Config
 from r3async.record.prometheus import serve_actor_metrics
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.files import make_directory
@@ -76,31 +74,16 @@ def prepare_process(world: World, run_dir: Path, role: str) -> RunLock:
 
 
 async def call_with_limit(
-    config: Config,
-    setting: str,
-    actor: ActorRef,
-    method: str,
-    *args: Any,
-    failure: str,
-    seconds: float | None = None,
+    actor: ActorRef, method: str, *args: Any, failure: str, seconds: float
 ) -> Any:
-    """Call an actor and return its answer, within a limit that a setting gives.
-
-    Args:
-        setting: Name of the setting with the limit in seconds, such as "learner.start_timeout".
-        failure: What did not happen if there is no answer, for the message.
-        seconds: The limit in seconds, if it follows from the setting but is not its value.
-
-    Raises `RunFailed`, which names `failure` and the setting, after the limit.
-    """
-    if seconds is None:
-        seconds = operator.attrgetter(setting)(config)
+    """Call an actor and return its answer. Raises `RunFailed`, which names `failure`, after
+    `seconds`, one of the limits that `supervise.patience` multiplies."""
     try:
         return await actor.call(method, *args, timeout=seconds)
     except TimeoutError as error:
         if str(error):  # the actor's own, which is better
             raise
-        raise RunFailed(f"{failure} within {seconds:g} s ({setting})") from error
+        raise RunFailed(f"{failure} within {seconds:g} s (supervise.patience)") from error
 
 
 class PolledCall:

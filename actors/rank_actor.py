@@ -362,9 +362,8 @@ class RankActor:
         import torch.distributed as dist
 
         cuda = torch.cuda.is_available()
-        learner = self._config.learner
         self._choose_interface(one_host)
-        timeout = datetime.timedelta(seconds=learner.collective_timeout)
+        timeout = datetime.timedelta(seconds=self._config.supervise.limits.collective)
         store = (
             self._stores[0]
             if self._stores
@@ -374,7 +373,7 @@ class RankActor:
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=store,
             rank=self._rank,
-            world_size=learner.parallel.world_size,
+            world_size=self._config.learner.parallel.world_size,
             timeout=timeout,
         )
         self._loaded = LocalRank.load(self._config, self._model_path, self.world)
@@ -426,7 +425,7 @@ class RankActor:
             name=f"learner-sender-{self._rank}",
             actor_options=SENDER_OPTIONS,
         )
-        return self._call_sender(paths, self._config.learner.start_timeout)
+        return self._call_sender(paths, self._config.supervise.limits.start)
 
     def _call_sender(self, paths: dict[str, str], timeout: float) -> str:
         assert self._sender is not None

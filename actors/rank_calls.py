@@ -203,10 +203,9 @@ def start_ranks(
         )
     ]
     calls = RankCalls(world.actors, actors)
-    processes = calls.call_all("describe_process", timeout=learner.start_timeout)
+    limit = config.supervise.limits.start
+    processes = calls.call_all("describe_process", timeout=limit)
     alone = len({host for _, host in processes}) == 1
-    ((address, port),) = calls.wait_all(
-        [calls.begin_call(0, "open_store", alone)], learner.start_timeout
-    )
-    loaded = calls.call_all("load_model", address, port, alone, timeout=learner.start_timeout)
+    ((address, port),) = calls.wait_all([calls.begin_call(0, "open_store", alone)], limit)
+    loaded = calls.call_all("load_model", address, port, alone, timeout=limit)
     return RankProcesses(calls, loaded[0], processes)

@@ -73,12 +73,9 @@ class RemoteRanks:
         self._ranks = ranks
         self._start_ranks = start_ranks
         self._report_event = report_event
-        self._version_write_seconds = config.weights.resolve_write_timeout(
-            write_sizes.version_bytes
-        )
-        self._checkpoint_write_seconds = config.checkpoint.resolve_write_timeout(
-            write_sizes.checkpoint_bytes
-        )
+        limits = config.supervise.limits
+        self._version_write_seconds = limits.version_write(write_sizes.version_bytes)
+        self._checkpoint_write_seconds = limits.checkpoint_write(write_sizes.checkpoint_bytes)
         self._publisher: ShardedVersionStore | None = None
         self._folder: PartFolder | None = None
         """Folder of this host's parts of versions."""

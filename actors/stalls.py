@@ -81,7 +81,7 @@ class StallMonitor:
         self._requeue_task: asyncio.Task[None] | None = None
         supervise = self.config.supervise
         # A call with a limit of its own should fail by that first, because its message is better.
-        limits = {"training": supervise.step_seconds, "publishing": write_seconds + RPC_SECONDS}
+        limits = {"training": supervise.limits.step, "publishing": write_seconds + RPC_SECONDS}
         self.watchdog = Watchdog(self._clock, supervise.stall_seconds, limits)
         self._observed_ids: dict[str, None] = {}
         """Ids of the generators that were looked at last."""

@@ -378,13 +378,11 @@ class VersionInstaller:
         manifest = published.publication.manifest
         try:
             await call_with_limit(
-                self._config,
-                "weights.write_timeout",
                 self.learner,
                 "save_failed_version",
                 manifest,
                 failure="it was not written",
-                seconds=self._config.weights.resolve_write_timeout(manifest.nbytes),
+                seconds=self._config.supervise.limits.version_write(manifest.nbytes),
             )
         except Exception as error:  # the probe's own message is the one to read
             self._events.warning("version_not_kept", version=version, error=str(error))
@@ -417,7 +415,7 @@ class VersionInstaller:
         except Exception as error:
             if isinstance(error, TimeoutError) and not str(error):
                 error = TimeoutError(
-                    f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
+                    f"no answer to `{method}` within {limit:g} s (supervise.patience)"
                 )
             raise InstallFailed(generator, error) from error
         finally:
@@ -430,7 +428,7 @@ class VersionInstaller:
         nbytes = self.newest_published.publication.manifest.nbytes
         if self._base is not None and generator.version < 0:
             nbytes += self._base.manifest.nbytes
-        return self._config.weights.resolve_install_timeout(nbytes, first=generator.version < 0)
+        return self._config.supervise.limits.install(nbytes, first=generator.version < 0)
 
     @staticmethod
     async def _await_answer(

@@ -134,7 +134,7 @@ class VersionWriter:
                 if self.disk_wait.current_wait is None:
                     raise TimeoutError(
                         f"version {version} has to wait for version {version - 1}, which was not "
-                        f"written within {self.write_seconds:g} s (weights.write_timeout)"
+                        f"written within {self.write_seconds:g} s (supervise.patience)"
                     ) from error
         await self.torch_lane.run(self.ranks.snapshot_weights, version)
         self._copied_version = version

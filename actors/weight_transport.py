@@ -55,7 +55,9 @@ def build_weight_sender(config: Config, backend: str, world: World = REAL_WORLD)
         host = config.transport.host
         if _is_wildcard(host):
             host = world.actors.host_address(config.cluster.interface)
-        return NcclSender(get_weights_directory(config), host, config.weights)
+        return NcclSender(
+            get_weights_directory(config), host, config.weights, config.supervise.limits
+        )
     if backend == "tcp":
         return DeltaVersionStore(get_weights_directory(config), config.weights.bucket_bytes, world)
     return VersionStore(

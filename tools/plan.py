@@ -80,15 +80,15 @@ class RunPlan(msgspec.Struct, frozen=True):
     adapter_bytes: int
     """Bytes of a version that has adapters alone; 0 if versions have all weights."""
     write_seconds: float
-    """Timeout for writing a version, in seconds (`weights.write_timeout`)."""
+    """Timeout for writing a version, in seconds (`supervise.patience`)."""
     first_install_seconds: float
-    """Timeout for an engine's first installation, in seconds (`weights.install_timeout`)."""
+    """Timeout for an engine's first installation, in seconds (`supervise.patience`)."""
     install_seconds: float
     """Timeout for each later installation, in seconds."""
     checkpoint_bytes: int
     """Bytes of a checkpoint; 0 with adapters, which are few."""
     checkpoint_seconds: float
-    """Timeout for writing a checkpoint, in seconds (`checkpoint.write_timeout`)."""
+    """Timeout for writing a checkpoint, in seconds (`supervise.patience`)."""
     rank: RankMemory
     engine: EngineMemory
     gpus: int
@@ -168,15 +168,13 @@ def make_run_plan(config: Config) -> RunPlan:
         buffer_bytes=max_buffer_bytes(config, shape.routing_shape),
         version_bytes=written.version_bytes,
         adapter_bytes=adapter_bytes,
-        write_seconds=config.weights.resolve_write_timeout(written.version_bytes),
-        first_install_seconds=config.weights.resolve_install_timeout(
-            written.version_bytes, first=True
-        ),
-        install_seconds=config.weights.resolve_install_timeout(
+        write_seconds=config.supervise.limits.version_write(written.version_bytes),
+        first_install_seconds=config.supervise.limits.install(written.version_bytes, first=True),
+        install_seconds=config.supervise.limits.install(
             adapter_bytes or written.version_bytes, first=False
         ),
         checkpoint_bytes=written.checkpoint_bytes,
-        checkpoint_seconds=config.checkpoint.resolve_write_timeout(written.checkpoint_bytes),
+        checkpoint_seconds=config.supervise.limits.checkpoint_write(written.checkpoint_bytes),
         rank=rank,
         engine=engine,
         gpus=gpus,
@@ -401,12 +399,12 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         ),
         f"weights     {_describe_version(plan)}; shared memory for "
         f"{VERSIONS_IN_MEMORY}: {format_bytes(VERSIONS_IN_MEMORY * plan.version_bytes)}",
-        f"            at most {plan.write_seconds:.0f} s to write (weights.write_timeout)",
+        f"            at most {plan.write_seconds:.0f} s to write (supervise.patience)",
         f"            {plan.first_install_seconds:.0f} s for an engine's first installation, "
-        f"{plan.install_seconds:.0f} s for each that follows (weights.install_timeout)",
+        f"{plan.install_seconds:.0f} s for each that follows",
         "checkpoint  "
         + (f"{format_bytes(plan.checkpoint_bytes)}, " if plan.checkpoint_bytes else "")
-        + f"at most {plan.checkpoint_seconds:.0f} s to write (checkpoint.write_timeout)",
+        + f"at most {plan.checkpoint_seconds:.0f} s to write",
         f"memory, a rank of the learner ({format_count(rank.parameters)} parameters), estimated",
         f"  weights {format_bytes(rank.weights)} + optimizer {format_bytes(rank.optimizer)} + "
         f"activations {format_bytes(rank.activations)} (recompute {config.learner.recompute}) + "

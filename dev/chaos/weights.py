@@ -20,17 +20,19 @@ import psutil
 from dev.chaos.crowd import ConnectionCounts
 from dev.chaos.filling import FillingScenario, mount_tmpfs
 from dev.chaos.scenario import ChaosScenario
+from r3async.config.supervise import TIME_LIMITS
 from r3async.record.reading import read_json_objects
 from r3async.world.zmq_sockets import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
 
-INSTALL_SECONDS = 8.0
+PATIENCE = 0.1
+INSTALL_SECONDS = TIME_LIMITS.base_install * PATIENCE
 RUN_STEPS = 60
 MAX_RESTARTS = 6
 """Maximum number of restarts of one generator, so that a generator that is lost again and
 again is detected."""
 SEPARATE_HOSTS: tuple[str, ...] = (
     "weights.backend=tcp",
-    f"weights.install_timeout={INSTALL_SECONDS}",
+    f"supervise.patience={PATIENCE}",
     f"generator.max_restarts={MAX_RESTARTS}",
     "supervise.on_stall=restart",
 )
@@ -107,7 +109,7 @@ class BlockedLine(WeightsScenario):
             problems.append(
                 f"{len(failed)} installations failed, and not of {self.victim} alone: {failed[:3]}"
             )
-        elif not all("weights.install_timeout" in event["error"] for event in failed):
+        elif not all("supervise.patience" in event["error"] for event in failed):
             problems.append(f"installations failed by something else than time: {failed[:3]}")
         if not self.count_steps_between(*self.blocked_interval):
             problems.append("no step was made while one generator's weights were blocked")
@@ -238,8 +240,8 @@ would exhaust it."""
 MIN_STAY_SECONDS = 2.5 * HANDSHAKE_TIMEOUT_MS / 1000
 """Minimum seconds that the strangers stay."""
 STEPS_MEANWHILE = 8
-LONG_INSTALL_SECONDS = 60.0
-"""Seconds that an installation may take here: a peer that reconnects waits among the strangers, for
+LONG_PATIENCE = 0.5
+"""An installation may take 60 s here: a peer that reconnects waits among the strangers, for
 about up to two handshake timeouts."""
 MAX_ACCEPTED_AT_ONCE = 400
 """Maximum number of connections that one port accepts before it is closed. Measured beside vLLM
@@ -253,7 +255,7 @@ class CrowdOfStrangers(WeightsScenario):
 
     overrides: ClassVar[Sequence[str]] = (
         *SEPARATE_HOSTS,
-        f"weights.install_timeout={LONG_INSTALL_SECONDS}",
+        f"supervise.patience={LONG_PATIENCE}",
     )
 
     def __init__(self, *args: Any, **options: Any):

@@ -27,13 +27,13 @@ from dev.simulation.network import DelayRanges
 from dev.simulation.observe import WatchedSimulation
 from dev.simulation.processes import HostProcess
 from dev.simulation.shrink import SimulationCase
-from dev.simulation.workload import CHUNK_BYTES, draw_workload
+from dev.simulation.workload import CHUNK_BYTES, SimulatedWorkload, draw_workload
 from dev.simulation.world import SimulatedHost
 from r3async.actors.driver import RunLauncher, supervise_run
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.actors.run_directory import LOCK_WAIT_SECONDS, open_run_directory
 from r3async.checkpoint import CheckpointError
-from r3async.config import Config, ConfigError, InitShape
+from r3async.config import Config, ConfigError, InitShape, supervise
 from r3async.data.model_shape import read_moe_layers
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
@@ -133,12 +133,13 @@ def tiny_model_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def small_streams(fanout: int) -> Iterator[None]:
-    """Use small chunks and a small fan-out, so that the few bytes of the scripted learner are
-    several chunks, and a few hosts form a tree."""
+def small_constants(workload: SimulatedWorkload) -> Iterator[None]:
+    """Use the time limits of `workload`, and small chunks and a small fan-out, so that the few
+    bytes of the scripted learner are several chunks, and a few hosts form a tree."""
     with (
         replace_attribute(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES),
-        replace_attribute(relay, "FANOUT", lambda _: fanout),
+        replace_attribute(relay, "FANOUT", lambda _: workload.fanout),
+        replace_attribute(supervise, "TIME_LIMITS", lambda _: workload.time_limits),
     ):
         yield
 
@@ -205,7 +206,7 @@ class SimulatedRun:
         try:
             root = loop.create_task(self._act_as_user(), name="root", context=Context())
             root.add_done_callback(lambda _: loop.stop())
-            with small_streams(self.case.workload.fanout):
+            with small_constants(self.case.workload):
                 loop.run_forever()
             violation = self.simulation.violation
             if violation is None:

@@ -12,6 +12,7 @@ import msgspec
 
 from dev.simulation.observed_state import RunGuarantees
 from r3async.config import Config, config_from_dict
+from r3async.config.supervise import TimeLimits
 from r3async.schedule.run_ahead import compute_staleness_bound, count_slots
 
 MAX_RESTARTS = 200
@@ -142,6 +143,20 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
         engine and learner."""
         return config_from_dict(self._config_settings(str(model)))
 
+    @property
+    def time_limits(self) -> TimeLimits:
+        """The run's time limits, in place of `TIME_LIMITS`. They do not depend on bytes."""
+        return TimeLimits(
+            start=2 * self.stall_seconds,
+            step=2 * self.stall_seconds,
+            evaluation=4 * self.stall_seconds,
+            base_install=self.stall_seconds + self.install_seconds,
+            base_version_write=self.stall_seconds,
+            base_checkpoint_write=self.stall_seconds,
+            full_bytes_per_second=math.inf,
+            delta_bytes_per_second=math.inf,
+        )
+
     def _config_settings(self, model: str) -> dict[str, Any]:
         return {
             "name": "run",
@@ -175,7 +190,6 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
                     "install_seconds": self.install_seconds,
                 },
                 "max_restarts": MAX_RESTARTS,
-                "start_timeout": 2 * self.stall_seconds,
             },
             "schedule": {
                 "max_staleness": self.max_staleness,
@@ -196,12 +210,9 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
             "learner": {
                 "backend": "scripted",
                 "max_tokens_per_micro_batch": 1024,
-                "start_timeout": 2 * self.stall_seconds,
             },
             "weights": {
                 "backend": "tcp",
-                "install_timeout": self.stall_seconds + self.install_seconds,
-                "write_timeout": self.stall_seconds,
                 "directory": "/memory/weights",
                 "probe": self.probe,
                 "probe_every": 2,
@@ -220,7 +231,6 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
             },
             "supervise": {
                 "stall_seconds": self.stall_seconds,
-                "step_seconds": 2 * self.stall_seconds,
                 "on_stall": "restart",
                 "silence_seconds": self.silence_seconds,
                 "restart_backoff": 0.5,
@@ -235,7 +245,6 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
                 "every_minutes": 0.0,
                 "keep_last": self.checkpoints_kept,
                 "asynchronous": self.asynchronous,
-                "write_timeout": self.stall_seconds,
             },
         }
 
@@ -246,7 +255,6 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
             "every_steps": self.evaluate_every,
             "at_start": self.evaluate_first,
             "tasks": self.evaluated_tasks,
-            "timeout": 4 * self.stall_seconds,
             "env": {
                 "name": "dev.simulation.environment:LetterTask",
                 "args": {

@@ -96,7 +96,7 @@ class CheckpointWriter:
         self._settings = config.checkpoint
         self._config = config_to_dict(config)
         written = read_write_sizes(config, model_path, files=world.files)
-        self._write_timeout = config.checkpoint.resolve_write_timeout(written.checkpoint_bytes)
+        self._write_timeout = config.supervise.limits.checkpoint_write(written.checkpoint_bytes)
         self._run_id = run_id
         self._model_path = model_path
         self._events = events
@@ -134,7 +134,7 @@ class CheckpointWriter:
         checkpoint is written.
 
         With `checkpoint.asynchronous` off, the checkpoint has been written when this returns.
-        Raises `CheckpointError` if one takes longer than `checkpoint.write_timeout`.
+        Raises `CheckpointError` if one takes longer than `TimeLimits.checkpoint_write`.
 
         Args:
             write_files: Called once, in the writer's thread; what it writes must be a copy that
@@ -173,7 +173,7 @@ class CheckpointWriter:
         if not writing.done():
             raise CheckpointError(
                 f"the checkpoint of step {step} was not written within {self._write_timeout:g} s "
-                "(checkpoint.write_timeout)"
+                "(supervise.patience)"
             )
         self._pending = None
         writing.result()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from r3async.config.section import PositiveFloat, PositiveInt, Section
-from r3async.config.weights import BASE_CHECKPOINT_SECONDS, resolve_timeout
+from r3async.config.section import PositiveInt, Section
 
 
 class CheckpointConfig(Section):
@@ -22,12 +21,5 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write checkpoints during the next steps, from a copy in host memory (12 bytes a parameter
     over all ranks)."""
-    write_timeout: PositiveFloat | None = None
-    """Seconds that writing a checkpoint may take. Default: 1800, plus 1 for each 200 MB (12 bytes
-    a parameter)."""
     directory: str = ""
     """Directory of the checkpoints. Default: `checkpoints` in the run's directory."""
-
-    def resolve_write_timeout(self, nbytes: int) -> float:
-        """Return the seconds that `write_timeout` allows for a checkpoint of `nbytes`."""
-        return resolve_timeout(self.write_timeout, BASE_CHECKPOINT_SECONDS, nbytes)

@@ -9,7 +9,6 @@ import msgspec
 from r3async.config.env import EnvConfig
 from r3async.config.section import (
     NumberRange,
-    PositiveFloat,
     PositiveInt,
     Section,
     Seed,
@@ -66,8 +65,6 @@ class EvaluationConfig(Section):
     what differs from `[evaluation]`. Views show the first one first."""
     seed: Seed = 0
     """Seed of the tasks. Every evaluation uses the same ones, and training uses none of them."""
-    timeout: PositiveFloat = 1800.0
-    """Seconds after which an evaluation times out."""
 
     def check_values(self) -> None:
         for name in self.sets:

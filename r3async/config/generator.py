@@ -39,8 +39,6 @@ class GeneratorConfig(Section):
     max_restarts: int = 8
     """Times a generator is restarted before the run continues without it. A run without
     generators stops."""
-    start_timeout: PositiveFloat = 600.0
-    """Seconds that a generator may take to load its engine."""
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments for vLLM's AsyncEngineArgs. Refused are those that r3async sets or relies on, and
     those whose effect is neither planned nor probed. The scripted engine takes `token_seconds`

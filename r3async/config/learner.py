@@ -179,10 +179,6 @@ class LearnerConfig(Section):
     always do so."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
-    start_timeout: PositiveFloat = 600.0
-    """Seconds that the learner's ranks may take to load the model."""
-    collective_timeout: PositiveFloat = 600.0
-    """Seconds that one rank waits for the others before it times out."""
 
     def check_values(self) -> None:
         p = self.parallel

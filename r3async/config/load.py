@@ -81,6 +81,20 @@ REMOVED_KEYS = {
     "serving.read_timeout": "a request always has 30 s to arrive",
     "supervise.max_rank_restarts": "ranks always restart three times in a row",
     "transport.routes": "routes are always sent with as many bits as an expert's number has",
+    **dict.fromkeys(
+        (
+            "checkpoint.write_timeout",
+            "evaluation.timeout",
+            "generator.start_timeout",
+            "learner.collective_timeout",
+            "learner.start_timeout",
+            "supervise.leave_seconds",
+            "supervise.step_seconds",
+            "weights.install_timeout",
+            "weights.write_timeout",
+        ),
+        "`supervise.patience` multiplies the time limits of a run",
+    ),
 }
 """Keys that no longer exist, and what replaces them."""
 

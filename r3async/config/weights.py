@@ -1,31 +1,10 @@
-"""The configuration section `weights`, and the time limits that follow from bytes."""
+"""The configuration section `weights`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from r3async.config.section import ByteCount, PositiveFloat, PositiveInt, Section
-
-BASE_INSTALL_SECONDS = 120.0
-"""Seconds to install any version, to which the time for its bytes is added."""
-BASE_WRITE_SECONDS = 600.0
-"""Seconds to write any version, to which the time for its bytes is added."""
-BASE_CHECKPOINT_SECONDS = 1800.0
-"""Seconds to write any checkpoint, to which the time for its bytes is added."""
-FULL_BYTES_PER_SECOND = 2e8
-"""Minimum rate in bytes per second where all of a file is written, or fetched and loaded by vLLM's
-own loader: the 61 GB of 30 B parameters take an engine 100 to 280 s."""
-DELTA_BYTES_PER_SECOND = 5e8
-"""Minimum rate in bytes per second where only changes are fetched and the file is
-loaded by the plan."""
-
-
-def resolve_timeout(
-    configured: float | None, base_seconds: float, nbytes: int, rate: float = FULL_BYTES_PER_SECOND
-) -> float:
-    """Return the seconds that work on `nbytes` may take: `configured`, or by default `base_seconds`
-    and a second for each `rate` bytes."""
-    return base_seconds + nbytes / rate if configured is None else configured
+from r3async.config.section import ByteCount, PositiveInt, Section
 
 
 class WeightsConfig(Section):
@@ -39,12 +18,6 @@ class WeightsConfig(Section):
     out."""
     bucket_bytes: ByteCount = 64 * 2**20
     """Size of the pieces in which weights are converted and sent."""
-    install_timeout: PositiveFloat | None = None
-    """Seconds that an engine may take to get and install a version before it is restarted.
-    Default: 120, plus 1 for each 500 MB, or for each 200 MB the first time."""
-    write_timeout: PositiveFloat | None = None
-    """Seconds that writing a version may take; the step after the next waits for it. Default:
-    600, plus 1 for each 200 MB."""
     probe: bool = True
     """Compare log-probs of learner and engine, on a fixed text and on tokens sampled after it: at
     the first delivery, every `probe_every` versions, and after a generator's restart. A mismatch
@@ -57,13 +30,3 @@ class WeightsConfig(Section):
     directory: str = ""
     """Directory of published weights. Default: shared memory (`/dev/shm`), or the temporary
     directory where there is none."""
-
-    def resolve_install_timeout(self, nbytes: int, first: bool) -> float:
-        """Return the seconds that `install_timeout` allows for a version of `nbytes`; `first` if
-        the engine has no weights yet."""
-        rate = FULL_BYTES_PER_SECOND if first else DELTA_BYTES_PER_SECOND
-        return resolve_timeout(self.install_timeout, BASE_INSTALL_SECONDS, nbytes, rate)
-
-    def resolve_write_timeout(self, nbytes: int) -> float:
-        """Return the seconds that `write_timeout` allows for a version of `nbytes`."""
-        return resolve_timeout(self.write_timeout, BASE_WRITE_SECONDS, nbytes)

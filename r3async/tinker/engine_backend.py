@@ -452,7 +452,7 @@ class EngineBackend:
         engine.kept_versions = {each.number for each in held if each.number is not None}
 
     async def _install(self, engine: VllmEngine, manifest: WeightManifest) -> None:
-        timeout = self._config.weights.resolve_install_timeout(manifest.nbytes, engine.version < 0)
+        timeout = self._config.supervise.limits.install(manifest.nbytes, first=engine.version < 0)
         await engine.install_version(manifest, timeout)
 
     def _build_engine(self) -> VllmEngine:

@@ -31,6 +31,7 @@ import msgspec
 import zmq
 
 from r3async.config.serving import bracket_ipv6, strip_brackets
+from r3async.config.supervise import TimeLimits
 from r3async.config.weights import WeightsConfig
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.interfaces import TransferOffer
@@ -210,7 +211,7 @@ class NcclLinkTable:
                 )
             elif link.deadline is not None and now > link.deadline:
                 self._drop_link(
-                    link, f"it took longer than {self._timeout:g} s (weights.install_timeout)"
+                    link, f"it took longer than {self._timeout:g} s (supervise.patience)"
                 )
 
     def close(self) -> None:
@@ -291,9 +292,11 @@ class NcclSender:
         directory: Path,
         host: str,
         settings: WeightsConfig,
+        limits: TimeLimits,
         start: Callable[[str, str], SenderProcess] | None = None,
     ):
         self._settings = settings
+        self._limits = limits
         self._store = VersionStore(directory, bucket_bytes=settings.bucket_bytes)
         self._host = strip_brackets(host)
         self._start_process = start or start_sender_process
@@ -327,7 +330,7 @@ class NcclSender:
             if not Path(path).exists():
                 del self._paths[version]
         if self._thread is None:
-            timeout = self._settings.resolve_install_timeout(manifest.nbytes, first=True)
+            timeout = self._limits.install(manifest.nbytes, first=True)
             self._start_listening(timeout)
         return TransferOffer(manifest, [self._endpoint])
 

@@ -383,7 +383,7 @@ class TcpReceiver:
         except TimeoutError as error:
             raise TimeoutError(
                 f"version {manifest.version} did not arrive within {timeout:g} s "
-                "(weights.install_timeout)"
+                "(supervise.patience)"
             ) from error
         return path
 

@@ -79,7 +79,7 @@ async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vl
     old, manifest = vllm_engine.version, weights.publish()
     call = asyncio.create_task(vllm_engine.generate(request(prompt(9), 480, "endless")))
     await sampled(vllm_engine, "endless", 5)
-    message = r'waited 0\.1 s \(weights\.install_timeout\) for 1 running .*on_update="keep"'
+    message = r'waited 0\.1 s \(supervise\.patience\) for 1 running .*on_update="keep"'
     with pytest.raises(EngineError, match=message):
         await vllm_engine.install_version(manifest, 0.1)
     assert vllm_engine.version == old

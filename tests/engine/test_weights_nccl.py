@@ -16,6 +16,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import load_config
+from r3async.config.supervise import TimeLimits
 from r3async.config.weights import WeightsConfig
 from r3async.rollout.vllm import worker as vllm_worker
 from r3async.rollout.vllm.engine import _verify_manifest
@@ -143,13 +144,13 @@ def hang():
     return set()
 
 
-def settings(timeout: float) -> WeightsConfig:
-    return WeightsConfig(bucket_bytes=64, install_timeout=timeout)
+def settings(timeout: float) -> tuple[WeightsConfig, TimeLimits]:
+    return WeightsConfig(bucket_bytes=64), TimeLimits(base_install=timeout)
 
 
 @pytest.fixture
 def sender(tmp_path, wire, hang):
-    made = NcclSender(tmp_path, "127.0.0.1", settings(20.0), lambda endpoint, link: Beside(endpoint, link, wire, hang))
+    made = NcclSender(tmp_path, "127.0.0.1", *settings(20.0), lambda endpoint, link: Beside(endpoint, link, wire, hang))
     yield made
     made.close()
 
@@ -235,7 +236,7 @@ def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
 def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
         make_nccl_sender()
-    with contextlib.closing(NcclSender(tmp_path, "127.0.0.1", settings(100.0))) as sender:
+    with contextlib.closing(NcclSender(tmp_path, "127.0.0.1", *settings(100.0))) as sender:
         manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=100.0)
         with pytest.raises(WeightError, match=r"version 0 was not sent: the process .* ended with code 1"):
             request_receive_offer(manifest, 0, 1)
@@ -470,7 +471,7 @@ def test_workers_get_the_reason_that_the_process_ended_that_too_few_came_and_tha
     assert "ended with code 3" in machine.take()[0][1].reason
     machine.ready(0, 0)
     machine.links.drop_overdue_links(TIMEOUT + 1)
-    assert "weights.install_timeout" in machine.take()[0][1].reason
+    assert "supervise.patience" in machine.take()[0][1].reason
     machine.ready(7, 0)
     assert machine.take() == [(b"g0.0", Refused("version 7 is not kept"))]
     machine.ready(1, 0)

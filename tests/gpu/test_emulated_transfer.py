@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dev.gpu.transfer import start_emulated_sender, start_receiver
+from r3async.config.supervise import TimeLimits
 from r3async.config.weights import WeightsConfig
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from tests.helpers.emulated import need_emulated_device
@@ -27,8 +28,8 @@ def make_tensors(version: int) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(300)
 def test_versions_arrive_on_the_other_device_bit_by_bit(tmp_path):
     need_emulated_device()
-    settings = WeightsConfig(bucket_bytes=BUCKET_BYTES, install_timeout=120.0)
-    sender = NcclSender(tmp_path / "published", "127.0.0.1", settings, start_emulated_sender)
+    settings = WeightsConfig(bucket_bytes=BUCKET_BYTES)
+    sender = NcclSender(tmp_path / "published", "127.0.0.1", settings, TimeLimits(), start_emulated_sender)
     receiver, manifests = NcclReceiver("generator-0"), []
     try:
         for version in (1, 2):

@@ -31,7 +31,6 @@ SETTINGS = [
     "generator.count=2",
     "generator.kv_cache_gib=0.25",
     f"weights.directory={WEIGHTS}",
-    "supervise.leave_seconds=20",
 ]
 
 

@@ -38,7 +38,7 @@ def cluster():
 def test_generators_join_leave_and_are_killed_on_other_hosts_than_the_learners(cluster, untrained, tmp_path):
     run_dir, screen = tmp_path / "three", tmp_path / "screen"
     more = ["steps=100000", "schedule.max_staleness=0", "generator.count=2", "generator.concurrency=2"]
-    more += [f"weights.directory={tmp_path / 'weights'}", "supervise.leave_seconds=20"]
+    more += [f"weights.directory={tmp_path / 'weights'}"]
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path)]
     environment = os.environ | {"RAY_ADDRESS": cluster.address, "R3ASYNC_HOST": "learners"}
     with screen.open("w") as file:

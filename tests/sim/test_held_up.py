@@ -110,7 +110,7 @@ def test_a_run_whose_conductor_or_learner_is_stopped_restarts_from_its_checkpoin
 
 def test_a_conductor_that_answers_is_not_blamed_for_the_time_before_its_first_answer(machine):
     """The run takes longer than a conductor may take to start."""
-    limits = ["supervise.stall_seconds=8", "learner.start_timeout=8", "generator.start_timeout=8"]
+    limits = ["supervise.stall_seconds=8", f"supervise.patience={8 / 600}"]
     run(machine, None, *limits, "env.name=tests.sim.test_held_up:Slow", "schedule.max_staleness=0")
     assert machine.seconds > 12
     assert not machine.events("stalled")

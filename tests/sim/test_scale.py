@@ -12,6 +12,7 @@ from dev.simulation.shrink import SimulationCase
 from dev.simulation.workload import SimulatedWorkload
 from r3async.actors.fleet_scaler import ScaleRequest, write_scale_request
 from r3async.actors.lease_dispatcher import LeaseDispatcher
+from r3async.config.supervise import TimeLimits
 from tests.sim.test_accounting import rehearse
 
 
@@ -24,7 +25,7 @@ async def scaled(machine, generators, asked):
     await machine.until(lambda: any(e["asked"] == asked for e in machine.events("scaled")))
 
 
-SETTINGS = ["steps=16", "generator.count=1", "generator.concurrency=4", "supervise.leave_seconds=20"]
+SETTINGS = ["steps=16", "generator.count=1", "generator.concurrency=4"]
 
 
 @pytest.mark.parametrize(("backend", "seed"), [("shared_memory", 0), ("tcp", 1)])
@@ -61,12 +62,13 @@ def test_a_fleet_grows_and_shrinks_and_everything_is_trained_once(machine, tmp_p
     assert set(leased) >= {"generator-0", *joined}, "who joins plays"
 
 
-def test_one_that_does_not_finish_in_time_returns_what_it_was_leased(machine, tmp_path):
+def test_one_that_does_not_finish_in_time_returns_what_it_was_leased(machine, tmp_path, monkeypatch):
     async def shrink(machine):
         await machine.step(3)
         await scaled(machine, 1, "fewer")
 
-    settings = [*SETTINGS, "generator.count=3", "supervise.leave_seconds=0.01"]
+    settings = [*SETTINGS, "generator.count=3"]
+    monkeypatch.setattr("r3async.config.supervise.TIME_LIMITS", TimeLimits(leave=0.01))
     report = rehearse(machine, tmp_path, [], *settings, meddle=shrink)
     assert report.problems == []
     left = machine.events("generator_left")

@@ -3,10 +3,12 @@ everything once."""
 
 import asyncio
 import errno
+import math
 from pathlib import Path
 
 import pytest
 
+from r3async.config.supervise import TimeLimits
 from tests.sim.test_accounting import rehearse
 from tests.sim.whole import Machine, Player
 
@@ -19,13 +21,23 @@ SETTINGS = [
     "generator.count=3",
     "generator.concurrency=4",
     "weights.backend=tcp",
-    f"weights.install_timeout={LIMIT}",
     "supervise.silence_seconds=4",
     "supervise.stall_seconds=25",
 ]
 
 SLOW = ["supervise.stall_seconds=200", "env.args={ turns = 2, seconds = 4.0, tail = 10, failing = 50 }"]
 """The run takes longer than the trouble."""
+
+
+def limit_times(monkeypatch, **limits):
+    """Limits that do not depend on bytes."""
+    rates = {"full_bytes_per_second": math.inf, "delta_bytes_per_second": math.inf}
+    monkeypatch.setattr("r3async.config.supervise.TIME_LIMITS", TimeLimits(base_install=LIMIT, **rates, **limits))
+
+
+@pytest.fixture(autouse=True)
+def short_installations(monkeypatch):
+    limit_times(monkeypatch)
 
 
 @pytest.fixture
@@ -69,13 +81,17 @@ def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_t
     train(cluster, tmp_path, block, *SLOW, *ahead)
     failed = cluster.events("install_failed")
     assert {event["generator"] for event in failed} == set(names)
-    assert f"did not arrive within {LIMIT:g} s (weights.install_timeout)" in failed[0]["error"]
+    assert f"did not arrive within {LIMIT:g} s (supervise.patience)" in failed[0]["error"]
     assert {event["generator"] for event in cluster.events("generator_lost")} == set(names)
 
 
 @SEEDS
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
-def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(machine, tmp_path, backend, seed):
+def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(
+    machine, tmp_path, monkeypatch, backend, seed
+):
+    limit_times(monkeypatch, base_version_write=30.0, step=30.0)
+
     async def fill_up(machine):
         await machine.step(3)
         fleet = (await machine.process("conductor")).actor.instance.fleet
@@ -92,8 +108,6 @@ def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(machin
         tmp_path,
         fill_up,
         f"weights.backend={backend}",
-        "weights.write_timeout=30",
-        "supervise.step_seconds=30",
     )
     stalled = {(event["stage"], event["action"]) for event in machine.events("stalled")}
     assert ("storing/weights", "warn") in stalled

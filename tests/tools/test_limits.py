@@ -110,22 +110,22 @@ class Silent(StandIn):
 @pytest.mark.parametrize("slow", ["learner", "generator"])
 async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
     monkeypatch.setattr("r3async.actors.conductor.prepare_process", lambda *args: None)
-    config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
+    config = load_config("quickstart", [f"supervise.patience={0.05 / 600}"])
     learner = Silent("start") if slow == "learner" else Silent()
     generator = Silent("start") if slow == "generator" else Generator()
     conductor = Conductor(
         REAL_WORLD, RunSetup("run", config_to_dict(config), str(tmp_path)), learner, {"generator-0": generator}
     )
-    with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):
+    with pytest.raises(RunFailed, match=r"within 0\.05 s \(supervise\.patience\)"):
         await asyncio.wait_for(conductor.run(), 60)
 
 
 async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
     monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", 0.05)
-    config = load_config("quickstart", ["weights.install_timeout=0.05"])
+    config = load_config("quickstart", [f"supervise.patience={0.05 / 120}"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install_version")})
     installer = VersionInstaller(fleet, StandIn(), LearnerAddress("", ""), None, published(0))
     with pytest.raises(
-        ActorLostError, match=r"generator-0: no answer to `install_version` within .* \(weights\.install_timeout\)"
+        ActorLostError, match=r"generator-0: no answer to `install_version` within .* \(supervise\.patience\)"
     ):
         await asyncio.wait_for(installer._call_generator(fleet["generator-0"], "install_version"), 60)

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import tomllib
 
 import pytest
 from rich.console import Console
@@ -12,7 +11,7 @@ from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.init_model import init_model
 from r3async.tools.plan import make_run_plan
-from r3async.tools.presets import describe_preset, describe_presets, list_preset_paths, read_preset_header
+from r3async.tools.presets import describe_presets, list_preset_paths, read_preset_header
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.training_session import train
 from tests.sim.test_presets_run import PRESETS, rows_for
@@ -39,8 +38,6 @@ def test_a_preset_passes_its_dry_run_and_its_head_is_true(name, tmp_path):
     assert int(re.match(r"\d+", header.staleness_bound).group()) == plan.staleness_bound
     said_on_gpus = "the plan only" in header.tested_on
     assert said_on_gpus == bool(plan.gpus)  # nobody had the GPUs: a head that says otherwise needs a run behind it
-    assert tomllib.loads(describe_preset(name))  # with the plan as comments it is still a file
-    assert len(describe_preset(name).splitlines()) < 90
 
 
 def test_the_list_begins_with_the_quickstart_and_explains_all():

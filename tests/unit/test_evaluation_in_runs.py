@@ -35,9 +35,9 @@ async def fails():
     raise RuntimeError("the environment is away")
 
 
-def evaluator(tmp_path, answer=half, *, silence=30.0, version=0, generators=None, **settings):
+def evaluator(tmp_path, answer=half, *, silence=30.0, version=0, generators=None, seconds=1800.0, **settings):
     """Return an evaluator of `generators`, by default of one that answers so, all with weights of `version`."""
-    supervise = {"stop_grace_seconds": 0.3, "silence_seconds": silence}
+    supervise = {"stop_grace_seconds": 0.3, "silence_seconds": silence, "patience": seconds / 1800}
     config = config_from_dict({"evaluation": {"every_steps": 2, **settings}, "supervise": supervise})
     events = Events()
     fleet = Fleet(config, events, generators or {"g": StandIn(evaluate=answer)})
@@ -131,7 +131,7 @@ async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_h
 
         return StandIn(evaluate=evaluate)
 
-    it, events, fleet = evaluator(tmp_path, timeout=1.0, generators={name: generator(name) for name in "ab"})
+    it, events, fleet = evaluator(tmp_path, seconds=1.0, generators={name: generator(name) for name in "ab"})
     it.evaluate_if_due(2, version=1)
     await asyncio.sleep(0.1)
     assert asked == []
@@ -162,7 +162,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
         return StandIn(evaluate=evaluate, describe_process=whereabouts)
 
     generators = {name: generator(name, name != "c") for name in "abc"}
-    it, events, fleet = evaluator(tmp_path, timeout=1.0, silence=0.1, generators=generators)
+    it, events, fleet = evaluator(tmp_path, seconds=1.0, silence=0.1, generators=generators)
     it.evaluate_if_due(2, 0)
     await settle(it)
     assert asked == ["a", "b", "c"]
@@ -175,7 +175,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     fleet["c"].health.mark_lost()
     it.evaluate_if_due(4, 0)
     await settle(it)
-    error = "no generator was healthy and had version 0 of the weights within 1 s (evaluation.timeout)"
+    error = "no generator was healthy and had version 0 of the weights within 1 s (supervise.patience)"
     assert events.seen[-1] == ("evaluation_failed", {"step": 4, "error": error})
 
 

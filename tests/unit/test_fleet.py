@@ -599,7 +599,7 @@ async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(ins
 
 
 async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(installer, fleet, handles, monkeypatch):
-    monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
+    monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", -119.95)  # TimeLimits.base_install is 120
     handles["generator-0"].may_install.clear()
     await fall_silent(fleet, "generator-0")
     assert await asyncio.wait_for(deliver(installer, 1), 10) is not None

@@ -23,6 +23,7 @@ from r3async.actors.weight_transport import (
 )
 from r3async.config import TransportConfig, config_from_dict, is_loopback_host
 from r3async.config.observe import ObserveConfig
+from r3async.config.supervise import TimeLimits
 from r3async.config.weights import WeightsConfig
 from r3async.record.prometheus import MetricsEndpoint
 from r3async.weights.nccl import (
@@ -124,8 +125,8 @@ def test_workers_and_senders_meet_over_ipv6(tmp_path, host):
         processes.append(SenderThread(endpoint, link))
         return processes[-1]
 
-    settings = WeightsConfig(bucket_bytes=1 << 20, install_timeout=10.0)
-    with contextlib.closing(NcclSender(tmp_path, host, settings, start)) as sender:
+    settings = WeightsConfig(bucket_bytes=1 << 20), TimeLimits(base_install=10.0)
+    with contextlib.closing(NcclSender(tmp_path, host, *settings, start)) as sender:
         offer = sender.publish_tensors(1, {"weight": torch.zeros(2)}, torch.float32)
         assert offer.transport_data[0].startswith("tcp://[::1]:")
         manifest = asyncio.run(NcclReceiver("g0").fetch_version(offer.manifest, offer.transport_data, 10.0))

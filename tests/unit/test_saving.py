@@ -175,9 +175,9 @@ async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_remov
 
 async def test_a_writing_that_never_ends_is_not_waited_for(writer_of, tmp_path):
     never = threading.Event()
-    writer = writer_of("checkpoint.write_timeout=0.2")
+    writer = writer_of(f"supervise.patience={0.2 / 1800}")
     await writer.save_checkpoint(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
-    with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
+    with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(supervise\.patience\)"):
         await save(writer, 2)
     never.set()
     await writer.wait_until_written()
@@ -388,7 +388,7 @@ def test_a_checkpoint_is_due_by_steps_and_by_time():
     assert not any(never(s) for s in range(1, 1000))
 
 
-@pytest.mark.parametrize("bad", ["keep_last=0", "every_steps=-1", "write_timeout=0", "every_minutes=-0.5"])
+@pytest.mark.parametrize("bad", ["keep_last=0", "every_steps=-1", "every_minutes=-0.5"])
 def test_settings_of_checkpoints_are_checked(bad):
     key, value = bad.split("=")
     with pytest.raises(ConfigError, match=rf"\[checkpoint\] `{key}`"):

@@ -103,9 +103,7 @@ def follow(world, tmp_path, monkeypatch):
                 return RunHandle(self, waiting.pop(0), StandIn(), crew, RESERVED)
 
         overrides = [f"supervise.{name}={value}" for name, value in settings.items()]
-        config = load_config(
-            "quickstart", [f"supervise.stall_seconds={STALL}", "learner.start_timeout=300", *overrides]
-        )
+        config = load_config("quickstart", [f"supervise.stall_seconds={STALL}", "supervise.patience=0.5", *overrides])
         (tmp_path / "config.toml").write_text(config_to_toml(config))
         mark_run_directory(tmp_path)
         run = SimpleNamespace(path=tmp_path, resume_from=None)

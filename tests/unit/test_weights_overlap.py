@@ -195,9 +195,7 @@ async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(lear
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
     learner.components.version_writer.write_seconds = 0.1
     await learner.run_step()
-    with pytest.raises(
-        TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"
-    ):
+    with pytest.raises(TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(supervise\.patience\)"):
         await asyncio.wait_for(learner.run_step(), LIMIT)
 
 

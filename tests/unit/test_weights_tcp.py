@@ -254,7 +254,7 @@ async def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(learner,
 async def test_what_does_not_come_in_time_says_which_setting(learner, make):
     manifest, parts = learner.publish(0)
     await learner.server.close()
-    with pytest.raises(TimeoutError, match=r"version 0 did not arrive within 1 s \(weights.install_timeout\)"):
+    with pytest.raises(TimeoutError, match=r"version 0 did not arrive within 1 s \(supervise.patience\)"):
         await fetch(make("h0"), manifest, parts, 1.0)
 
 

@@ -22,8 +22,8 @@ def test_a_model_that_does_not_tell_its_sizes_has_the_limits_of_any(tmp_path):
     assert read_write_sizes(config, tmp_path) == UNKNOWN_SIZES
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
     assert read_write_sizes(config, tmp_path) == UNKNOWN_SIZES
-    assert config.weights.resolve_write_timeout(0) == 600
-    assert config.checkpoint.resolve_write_timeout(0) == 1800
+    assert config.supervise.limits.version_write(0) == 600
+    assert config.supervise.limits.checkpoint_write(0) == 1800
 
 
 def test_who_writes_checkpoints_has_the_time_that_follows(tiny_model, tmp_path):

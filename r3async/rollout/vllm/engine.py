@@ -447,7 +447,7 @@ class VllmEngine:
             if not isinstance(error, TimeoutError):
                 raise
             raise EngineError(
-                f"version {version} waited {timeout} s (weights.install_timeout) for {running} "
+                f"version {version} waited {timeout} s (supervise.patience) for {running} "
                 'running requests to end (generator.on_update = "drain"); allow more time, or set '
                 'generator.on_update="keep"'
             ) from error

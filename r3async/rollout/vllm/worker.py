@@ -254,7 +254,7 @@ class WorkerExtension:
         see `weights.nccl`.
 
         Blocks until all tensors have arrived. If the sender is lost on the way, this never returns:
-        the owner's wait times out after `weights.install_timeout`, and it ends the engine.
+        the owner's wait times out after its limit, and it ends the engine.
         """
         engine = self.r3_get_transfer_engine()
         p = engine.parallel_config

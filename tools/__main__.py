@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from r3async.config import ConfigError, load_command_config
+from r3async.world.curve_keys import GENERATOR_KEY_NAME, LEARNER_KEY_NAME, create_key_files
 
 from .cli import OverridesArgument, run_app
 from .model_commands import exit_with_error
@@ -20,16 +21,12 @@ from .terminal import SafeConsole
 PROGRAM = "python -m r3async.tools"
 
 app = typer.Typer(
+    help="Make keys or a tiny model, or repeat a recorded run.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@app.callback()
-def edge() -> None:
-    """Make keys or a tiny model, or repeat a recorded run."""
 
 
 @app.command(epilog=f"Example: {PROGRAM} keys my-keys --name generator")
@@ -42,13 +39,21 @@ def keys(
 ) -> None:
     """Make keys for `transport.keys`: only processes that have one can connect. Secrets have
     mode 0600."""
-    from .keys import make_keys
-
+    names = (LEARNER_KEY_NAME, *(name or [GENERATOR_KEY_NAME]))
     try:
         with name_target(directory):
-            make_keys(directory, name or [], typer.echo)
+            made = create_key_files(directory, names)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    for path in made:
+        typer.echo(f"{path}  {path.stat().st_mode & 0o777:04o}")
+    if not made:
+        typer.echo(f"{directory} has these keys already; nothing was changed")
+    typer.echo(
+        f"set transport.keys={directory.resolve()}; a host that has only generators needs "
+        f"{GENERATOR_KEY_NAME}.secret and {LEARNER_KEY_NAME}.public, and the learner lets in the "
+        "key of every *.public file"
+    )
 
 
 @app.command(name="init-model", epilog=f"Example: {PROGRAM} init-model tiny --preset quickstart")

@@ -12,13 +12,8 @@ import msgspec
 from r3async.checkpoint.directory import WEIGHT_SUFFIXES
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
-from r3async.config import (
-    REDACTED,
-    Config,
-    config_to_dict,
-    flatten_section,
-    upgrade_saved_settings,
-)
+from r3async.config import REDACTED, Config, config_to_dict, flatten_section
+from r3async.config.load import upgrade_saved_settings
 from r3async.untrusted import decode_json
 from r3async.world import Files
 from r3async.world.real import REAL_WORLD

@@ -42,7 +42,6 @@ from r3async.config.load import parse_mix_entries as parse_mix_entries
 from r3async.config.load import parse_override as parse_override
 from r3async.config.load import preset_directory as preset_directory
 from r3async.config.load import resolve_envs as resolve_envs
-from r3async.config.load import upgrade_saved_settings as upgrade_saved_settings
 from r3async.config.model import InitConfig as InitConfig
 from r3async.config.model import InitShape as InitShape
 from r3async.config.observe import LogConfig as LogConfig

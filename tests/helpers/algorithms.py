@@ -159,7 +159,7 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | No
     """Return for each token of a sample True if the corrections leave it in the policy loss."""
     c = config.correction
     rows = [t for t in range(len(sample)) if sample.mask[t]]
-    learner = sample.logprobs if c.anchor == "learner" else sample.old
+    learner = sample.logprobs if c.numerator == "learner" else sample.old
     deltas = {t: float(learner[t] - sample.rollout[t]) for t in rows}
 
     def inside(ratio: float, low: float | None, high: float | None) -> bool:

@@ -232,7 +232,7 @@ def choices(name: str) -> list[str]:
 
 BITES = {"low": 0.9, "high": 1.1}
 """Bounds at which a correction leaves out some of the made-up episodes; others leave out what is above 0.05."""
-WEIGHTS = ("anchor", "weight", "weight_cap")
+WEIGHTS = ("numerator", "weight", "weight_cap")
 """Of `algorithm.correction`: no bounds."""
 CORRECTIONS: list[dict[str, float]] = [
     {},

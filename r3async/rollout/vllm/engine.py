@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from r3async.config import Config
 from r3async.config.generator import GeneratorConfig
 from r3async.config.learner import find_served_rank
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
@@ -805,3 +806,32 @@ def _confirm_installed(answers: Sequence[Sequence[int]], manifest: WeightManifes
             raise EngineError(
                 f"worker {worker} holds version {version} and not version {manifest.version}"
             )
+
+
+def build_vllm_engine(
+    config: Config,
+    model_path: str,
+    seed: int,
+    *,
+    adapter_slots: int,
+    record_sampling_masks: bool = False,
+) -> VllmEngine:
+    """Return the engine that a run's settings describe, not yet started.
+
+    Args:
+        seed: Seed of sampling.
+        adapter_slots: See `AdapterSettings.slots`, if versions are adapters.
+    """
+    lora = config.learner.lora
+    adapters = None
+    if lora.delivers_adapters:
+        adapters = AdapterSettings(lora.rank, lora.list_served_modules(), adapter_slots)
+    return VllmEngine(
+        model_path,
+        config.generator,
+        max_model_len=config.episode.max_total_tokens,
+        seed=seed,
+        record_sampling_masks=record_sampling_masks,
+        adapters=adapters,
+        float32_head=config.model.head_dtype == "float32",
+    )

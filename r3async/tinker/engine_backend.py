@@ -449,7 +449,7 @@ class EngineBackend:
         held = [each for each in self._snapshots.values() if each.number is not None]
         for each in held[:-LOADED_SNAPSHOTS]:
             each.number = None
-        engine.kept_versions = {each.number for each in held if each.number is not None}
+        engine.installer.kept_versions = {each.number for each in held if each.number is not None}
 
     async def _install(self, engine: VllmEngine, manifest: WeightManifest) -> None:
         timeout = self._config.weights.resolve_install_timeout(manifest.nbytes, engine.version < 0)

@@ -22,7 +22,6 @@ COMMANDS = [
     ("train quickstart --num-generations 8", "here it is `schedule.group_size`"),
     ("train quickstart --prompts-per-step 8", "it is `schedule.prompts_per_step` here"),
     ("train quickstart --nothing", "No such option: --nothing; for help: r3async train -h"),
-    ("train quikstart --dry-run", "did you mean 'quickstart'"),
     ("tail nowhere", "no run 'nowhere'"),
     ("tail empty", "empty is not the directory of a run"),
     ("tail file", "no run 'file'"),

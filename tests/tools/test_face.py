@@ -137,8 +137,8 @@ def test_a_function_is_a_reward_and_one_that_cannot_be_pickled_is_named(tmp_path
     rows.write_text("prompt,answer\n" + "".join(f"{n}?,{n}\n" for n in range(6)))
     here = threading.Lock()
     found = r3async.evaluate(
-        data={"path": str(rows), "eval": 3}, reward=lambda text, answer: 2.0 * (text == answer), env="dataset", policy="oracle",
-        tasks=3, evaluation={"samples_per_task": 2, "pass_reward": 2},
+        data={"path": str(rows), "eval": 3}, reward=lambda text, answer: 2.0 * (text == answer), environment="dataset",
+        policy="oracle", tasks=3, evaluation={"samples_per_task": 2, "pass_reward": 2},
     )  # fmt: skip
     assert (found.reward_mean, found.episodes, found.passes["2"][0]) == (2.0, 6, 1.0)
     with pytest.raises(

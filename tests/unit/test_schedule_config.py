@@ -13,7 +13,6 @@ from r3async.config import ConfigError, load_config
         ("schedule.window=0", "[schedule] `window` must be greater than 0"),
         ("schedule.max_token_age=-1", "[schedule] `max_token_age` must be 0 or more"),
         ("schedule.split=never", "`schedule.split` = 'never'"),
-        ("schedule.pace_seconds=30", "unknown key `schedule.pace_seconds`: the slower side is always named"),
         (
             "algorithm.correction.max_token_age=2",
             "`algorithm.correction.max_token_age`: it is `schedule.max_token_age`",

@@ -46,6 +46,12 @@ async def test_norms_are_computed_by_vllms_kernels(vllm_engine):
     assert await vllm_engine._core.collective_rpc("r3_norm_providers") == [[[NORM_KERNELS, "native"]] * 2]
 
 
+async def test_the_cache_is_no_larger_than_what_all_requests_fill_twice(vllm_engine):
+    (whole,) = await vllm_engine._core.collective_rpc("r3_cache_bytes")
+    (episode,) = await vllm_engine._core.collective_rpc("r3_cache_of_an_episode")
+    assert whole == 2 * 32 * episode < 2**28
+
+
 async def test_routes_are_those_of_the_router_for_moe_layers_only(vllm_engine, current):
     assert vllm_engine.routing == RoutingShape(layers=2, top_k=2, num_experts=8)
     ids = prompt(200, seed=1)

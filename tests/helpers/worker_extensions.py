@@ -79,6 +79,10 @@ class ComparedExtension(WorkerExtension):
         """Return the implementations of vLLM's two norms, the first choice first."""
         return [op.get_priority() for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)]
 
+    def r3_cache_bytes(self) -> int:
+        """Return the bytes of the whole cache."""
+        return sum(cache.nbytes for cache in self.model_runner.kv_caches)
+
     def r3_keep(self, names: list[str]) -> None:
         """Keep copies of what the model holds now under these names."""
         contents = dict(iter_weight_contents(self.model_runner.get_model()))

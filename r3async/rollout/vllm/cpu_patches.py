@@ -2,7 +2,7 @@
 
 Experts are packed again after a reload, views of a packed convolution get its new weights, small
 matrices are not packed at all, rotary embeddings apply to all heads, experts run beside adapters of
-other layers, and norms are computed by vLLM's own kernels.
+other layers, norms are computed by vLLM's own kernels, and the KV cache is no larger than needed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ NORM_KERNELS = "r3async_cpu"
 """Name under which `register_norm_kernels` gives vLLM the kernels."""
 NORM_KERNEL_COLUMNS = 16
 """Number of which the kernels take multiples of columns, whatever the width of their vectors."""
+KV_CACHE_FILLS = 2
+"""KV caches of all running requests at their longest: one for them, one for prefixes of others."""
 SMALL_MATRIX_ELEMENTS = 2**18
 """Number of elements from which packed matrices are multiplied faster. An unpacked 1024 x 1024
 matrix takes 1.2 times as long as a packed one with 64 rows, and 3 times as long with 4."""
@@ -90,6 +92,7 @@ def patch_vllm_for_cpu() -> None:
     patch_rotary_embedding()
     patch_experts_beside_adapters()
     register_norm_kernels()
+    limit_kv_cache()
 
 
 def register_norm_kernels() -> None:
@@ -183,6 +186,30 @@ def norm_kernels_equal_native(dtype: torch.dtype) -> bool:
         logger.warning("vLLM's norms stay in their native forms for %s: %s", dtype, error)
         return False
     return True
+
+
+def limit_kv_cache() -> None:
+    """Keep vLLM in this process from allocating, and filling with zeros, more KV cache on CPU than
+    `KV_CACHE_FILLS` times what all requests that run at once can use. Idempotent."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    determine = CPUWorker.determine_available_memory
+
+    def determine_needed(self: Any) -> int:
+        config = self.vllm_config
+        available = determine(self)
+        if config.model_config.is_hybrid:
+            return available  # its states have blocks too
+        request = max_memory_usage_bytes(config, self.get_kv_cache_spec().values())
+        return min(available, KV_CACHE_FILLS * config.scheduler_config.max_num_seqs * request)
+
+    if determine.__module__ != __name__:
+        CPUWorker.determine_available_memory = determine_needed
 
 
 def patch_experts_beside_adapters() -> None:

@@ -107,6 +107,7 @@ class ChatRenderer:
         """Form in which the template writes calls, without and with tools; None
         if it writes none."""
         self._render_plainly = _compile_for_plain_messages(tokenizer, self.template_args)
+        self._backend = _find_plain_backend(tokenizer)
         self.render([Message("user", "hello")])
         ends = [self.eos_token_id, *stop_token_ids]
         own = self._find_end_token([self.decode([token]) for token in ends])
@@ -320,7 +321,11 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Special tokens in it are recognised, none is added."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        backend = self._backend
+        if backend is None or backend.truncation or backend.padding:
+            # The tokenizer removes what an earlier call has left in its backend.
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return backend.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of a text that no template wrote (`encode_plain`)."""
@@ -332,6 +337,8 @@ class ChatRenderer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if self._backend is not None:
+            return self._backend.decode(list(token_ids), skip_special_tokens=False)
         return self.tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -385,6 +392,19 @@ def _compile_for_plain_messages(
         compile_template(tokenizer.chat_template).render,
         **{"tools": None, "documents": None, **tokenizer.special_tokens_map, **template_args},
     )
+
+
+def _find_plain_backend(tokenizer: Any) -> Any:
+    """Return the `tokenizers.Tokenizer` of a tokenizer of transformers, which encodes and decodes
+    in a quarter of its time; None if its class has methods of its own, or splits special tokens."""
+    from transformers import PreTrainedTokenizerFast as Base
+
+    own = ("encode", "_encode_plus", "decode", "_decode")
+    if tokenizer.split_special_tokens or any(
+        getattr(type(tokenizer), name, None) is not getattr(Base, name, None) for name in own
+    ):
+        return None
+    return tokenizer.backend_tokenizer
 
 
 def _is_plain(shown: Mapping[str, Any]) -> bool:

@@ -4,9 +4,11 @@ import re
 from unittest.mock import Mock
 
 import jinja2
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from r3async.envs import Message
 from r3async.rollout.conversation import Conversation
@@ -308,6 +310,39 @@ def test_variables_reach_the_template_as_the_tokenizer_hands_them(args):
     chat = renderer(template, **args)
     asked = {"add_generation_prompt": True, **args}
     assert chat.render([user("x")]) == chat.tokenizer.apply_chat_template([asked_user("x")], tokenize=False, **asked)
+
+
+class Backwards(PreTrainedTokenizerFast):
+    def _encode_plus(self, text, **options):
+        return super()._encode_plus(text[::-1], **options)
+
+    def _decode(self, token_ids, **options):
+        return super()._decode(token_ids, **options)[::-1]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), None])
+@given(text=st.text(max_size=30))
+def test_text_has_the_tokens_that_the_tokenizer_gives_it_and_back(family, text):
+    chat = renderer(family)
+    tokenizer = chat.tokenizer
+    for asked in (text, text + "<|im_start|>" + text + tokenizer.eos_token):
+        token_ids = chat.encode(asked)
+        assert token_ids == tokenizer.encode(asked, add_special_tokens=False)
+        assert chat.decode(token_ids) == chat.decode(np.asarray(token_ids, np.int32)) == asked
+        assert tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == asked
+
+
+def test_a_tokenizer_that_encodes_otherwise_is_asked_itself():
+    tokenizer = build_byte_tokenizer()
+    own = Backwards(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", chat_template=CHATML)
+    chat = ChatRenderer(own)
+    assert chat.decode(chat.encode("abc")) == "abc"
+    assert chat.encode("abc") == tokenizer.encode("cba")
+    chat = ChatRenderer(tokenizer)
+    tokenizer("abc", truncation=True, max_length=1, padding="max_length")
+    assert chat.encode("abc") == tokenizer.encode("abc", add_special_tokens=False)
+    tokenizer.split_special_tokens = True
+    assert ChatRenderer(tokenizer).encode("<|end|>") == tokenizer.encode("<|end|>", add_special_tokens=False)
 
 
 def asked_user(text):

@@ -75,13 +75,14 @@ def ranks_of(request):
     return lambda world: None if world == 1 else request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Start two processes in a gloo process group."""
+    """Start two processes in a gloo process group. They end with the module: idle ones, with the groups of all learners
+    that they had, wake 100 times a second for each group."""
     yield from _ranks(2, tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
     """Start four processes in a gloo process group."""
     yield from _ranks(4, tmp_path_factory)

@@ -24,6 +24,7 @@ from r3async.rollout.engine import EngineError
 from r3async.rollout.renderer import read_generation_stops
 from r3async.tinker.engine_backend import EngineBackend
 from r3async.tinker.server import KEY_PREFIX, TinkerServer
+from r3async.tinker.service import TinkerService
 from r3async.world.files import make_directory, read_file, replace_file
 from r3async.world.real import REAL_WORLD
 
@@ -107,14 +108,8 @@ async def _serve(config: Config, served_name: str, host: str, port: int, directo
         directory,
         report_event=events.warning,
     )
-    server = TinkerServer(
-        backend,
-        directory,
-        key=_read_key(directory),
-        host=host,
-        port=port,
-        report_event=events.warning,
-    )
+    service = TinkerService(backend, directory, REAL_WORLD, report_event=events.warning)
+    server = TinkerServer(service, key=_read_key(directory), host=host, port=port)
     waiting = asyncio.create_task(stopped.wait())
     starting = asyncio.create_task(backend.start())
     typer.echo("loading the model", err=True)

@@ -25,18 +25,12 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
         from r3async.rollout.scripted import build_scripted_engine
 
         return build_scripted_engine(model_path, world, **settings.engine_args)
-    from r3async.rollout.vllm.engine import AdapterSettings, VllmEngine
+    from r3async.rollout.vllm.engine import build_vllm_engine
 
-    lora = config.learner.lora
-    slots = count_served_versions(config.schedule)
-    return VllmEngine(
+    return build_vllm_engine(
+        config,
         model_path,
-        settings,
-        max_model_len=config.episode.max_total_tokens,
-        seed=seed,
+        seed,
+        adapter_slots=count_served_versions(config.schedule),
         record_sampling_masks=config.episode.needs_sampling_mask,
-        adapters=AdapterSettings(lora.rank, lora.list_served_modules(), slots)
-        if lora.delivers_adapters
-        else None,
-        float32_head=config.model.head_dtype == "float32",
     )

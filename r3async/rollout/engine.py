@@ -146,10 +146,12 @@ class Engine(Protocol):
     failed for good.
     """
 
-    version: int
-    """Version of the installed weights; -1 before the first `install_version`."""
     routing: RoutingShape | None
     """Shape of the routes; None for a dense model, or when routes are not recorded."""
+
+    @property
+    def version(self) -> int:
+        """Version of the installed weights; -1 before the first `install_version`."""
 
     async def start(self) -> None: ...
 

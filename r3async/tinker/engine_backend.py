@@ -34,7 +34,7 @@ from r3async.checkpoint import CheckpointError
 from r3async.config import Config
 from r3async.learner import LearnerError
 from r3async.rollout.engine import EngineLostError, Generation, GenerationRequest, TopTokens
-from r3async.rollout.vllm.engine import AdapterSettings, VllmEngine
+from r3async.rollout.vllm.engine import VllmEngine, build_vllm_engine
 from r3async.rollout.vllm.messages import MAX_TEMPERATURE
 from r3async.tinker.backend import LossBatch, ServedModel, StateLostError
 from r3async.tinker.protocol import (
@@ -449,23 +449,15 @@ class EngineBackend:
         held = [each for each in self._snapshots.values() if each.number is not None]
         for each in held[:-LOADED_SNAPSHOTS]:
             each.number = None
-        engine.kept_versions = {each.number for each in held if each.number is not None}
+        engine.installer.kept_versions = {each.number for each in held if each.number is not None}
 
     async def _install(self, engine: VllmEngine, manifest: WeightManifest) -> None:
         timeout = self._config.weights.resolve_install_timeout(manifest.nbytes, engine.version < 0)
         await engine.install_version(manifest, timeout)
 
     def _build_engine(self) -> VllmEngine:
-        lora = self._config.learner.lora
-        return VllmEngine(
-            str(self._model),
-            self._config.generator,
-            max_model_len=self._config.episode.max_total_tokens,
-            seed=self._config.seed,
-            adapters=AdapterSettings(lora.rank, lora.list_served_modules(), ADAPTER_SLOTS)
-            if self._trains_adapters
-            else None,
-            float32_head=self._config.model.head_dtype == "float32",
+        return build_vllm_engine(
+            self._config, str(self._model), self._config.seed, adapter_slots=ADAPTER_SLOTS
         )
 
     async def _replace_engine(self, lost: VllmEngine | None) -> None:

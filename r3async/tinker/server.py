@@ -7,14 +7,12 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from r3async.config import ConfigError, bracket_ipv6, strip_brackets
 from r3async.rollout.endpoint.connections import limit_connections, make_runner
-from r3async.tinker.backend import TinkerBackend
 from r3async.tinker.protocol import (
     PROTOBUF,
     ApiError,
@@ -24,10 +22,8 @@ from r3async.tinker.protocol import (
     decode_request,
     encode_result,
 )
-from r3async.tinker.service import KEPT_BYTES, TinkerService
+from r3async.tinker.service import TinkerService
 from r3async.transport.null_socket import run_off_loop
-from r3async.world import EventReporter, World, ignore_event
-from r3async.world.real import REAL_WORLD
 
 KEY_PREFIX = "tml-"
 """The SDK takes no other key."""
@@ -59,35 +55,22 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class TinkerServer:
-    """A server of a backend. `key` is one of its own if it is empty.
+    """A server that answers with what a service does. `key` is one of its own if it is empty.
 
     Raises `ConfigError` for a key that the SDK does not take.
     """
 
     def __init__(
-        self,
-        backend: TinkerBackend,
-        directory: Path,
-        *,
-        key: str = "",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        kept_bytes: int = KEPT_BYTES,
-        report_event: EventReporter = ignore_event,
-        world: World = REAL_WORLD,
+        self, service: TinkerService, *, key: str = "", host: str = "127.0.0.1", port: int = 0
     ):
         if key and not key.startswith(KEY_PREFIX):
             raise ConfigError(f"the key must begin with {KEY_PREFIX!r}: the SDK takes no other")
         self.key = key or KEY_PREFIX + secrets.token_urlsafe(32)
         self.base_url = ""
         """What clients export as `TINKER_BASE_URL`; known after `start`."""
-        self.service = TinkerService(
-            backend, directory, world, kept_bytes=kept_bytes, report_event=report_event
-        )
+        self.service = service
         self._host = host
         self._port = port
-        self._world = world
-        self._report_event = report_event
         self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._admitted: set[web.RequestHandler] = set()
@@ -203,7 +186,9 @@ class TinkerServer:
             what = f"{request.method} {request.path}"
             refused = ApiError(f"{what} is not supported: {error.reason}", status=error.status)
         except Exception as error:
-            self._report_event("tinker_request_failed", path=request.path, error=repr(error))
+            self.service.parts.report_event(
+                "tinker_request_failed", path=request.path, error=repr(error)
+            )
             refused = ApiError(f"internal error: {error!r}", status=500, category="server")
         body = encode_result(refused, protobuf=False).body
         response = web.Response(body=body, content_type="application/json", status=refused.status)
@@ -213,7 +198,8 @@ class TinkerServer:
 
     async def _read(self, request: web.Request, kind: type[Any]) -> Any:
         body = await request.read()
-        return await run_off_loop(self._world.threads, len(body), decode_request, body, kind)
+        threads = self.service.parts.world.threads
+        return await run_off_loop(threads, len(body), decode_request, body, kind)
 
     async def _submit(self, request: web.Request) -> web.Response:
         path = request.path.removeprefix(ROOT)

@@ -71,7 +71,7 @@ async def vllm_engine(_second_runner, tiny_model):
 @pytest.fixture(params=[MODES[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in MODES[1:])])
 def mode(request, vllm_engine, monkeypatch):
     """Every mode was tested with the first runner; each takes half a minute with this one."""
-    monkeypatch.setattr(vllm_engine, "on_update", request.param)
+    monkeypatch.setattr(vllm_engine.installer, "on_update", request.param)
     return request.param
 
 

@@ -212,7 +212,7 @@ def test_more_snapshots_than_the_engine_holds_are_loaded_again(client, backend, 
         train(client, [to_datum(one, 1.0) for one in ask(samplers[-1], 4)])
     assert len({tuple(text) for text in texts}) > 1
     assert [ask(sampler, temperature=0.0)[0].tokens for sampler in samplers] == texts
-    assert len(backend._engine.kept_versions) == 2
+    assert len(backend._engine.installer.kept_versions) == 2
 
 
 def test_what_the_server_has_no_room_for_is_refused(service):

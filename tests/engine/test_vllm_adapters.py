@@ -147,7 +147,7 @@ async def test_requests_name_versions_that_the_engine_keeps(engine, policies):
     for _ in range(4):
         published.append(policies.publish())
         await engine.install_version(published[-1], 30)
-        engine.kept_versions = {published[0].version}
+        engine.installer.kept_versions = {published[0].version}
     first, second, _, last = (manifest.version for manifest in published)
     calls = [engine.generate(request(ids, 12, version=version)) for version in (first, last)]
     assert [policies.check(ids, answer) for answer in await asyncio.gather(*calls)] == [first, last]
@@ -156,7 +156,7 @@ async def test_requests_name_versions_that_the_engine_keeps(engine, policies):
     assert top.token_ids.shape == top.logprobs.shape == (len(ids) - 1, 3)
     with pytest.raises(EngineError, match=f"does not hold version {second}"):
         await engine.generate(request(ids, 12, version=second))
-    engine.kept_versions = set()
+    engine.installer.kept_versions = set()
     await engine.install_version(policies.publish(), 30)
     with pytest.raises(EngineError, match=f"does not hold version {first}"):
         await engine.score_alternatives(ids, version=first)

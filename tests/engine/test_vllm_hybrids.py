@@ -125,7 +125,7 @@ async def test_updates_under_requests_leave_a_fresh_engine(tmp_path, family, mon
         assert await ask(engine, "r3_cache_of_an_episode") == plan_episode_cache(paths[0])
         with VersionStore(tmp_path / "published") as store:
             for version, mode in ((0, "keep"), (1, "recompute")):
-                monkeypatch.setattr(engine, "on_update", mode)
+                monkeypatch.setattr(engine.installer, "on_update", mode)
                 manifest = store.write_tensors(version, plain[version + 1].tensors(), torch.bfloat16)
                 name = f"running-{version}"
                 running = [asyncio.create_task(engine.generate(request(prompt(40, seed=4), 120, name)))]

@@ -9,7 +9,7 @@ import pytest
 
 from r3async.data.versions import VersionSpan, expand_version_spans
 from r3async.rollout.engine import EngineError
-from r3async.rollout.vllm.engine import _confirm_installed
+from r3async.rollout.vllm.version_installer import confirm_installed
 from r3async.weights.manifest import WeightManifest
 from tests.helpers.engine import TOLERANCE, prompt, replay_feeds, request, same_sets, sampled
 
@@ -21,7 +21,7 @@ MODES = ["keep", "recompute", "drain"]
 
 @pytest.fixture(params=MODES)
 def mode(request, vllm_engine, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "on_update", request.param)
+    monkeypatch.setattr(vllm_engine.installer, "on_update", request.param)
     return request.param
 
 
@@ -75,7 +75,7 @@ async def test_both_sides_of_the_switch_are_those_of_their_version_and_new_reque
 
 
 async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vllm_engine, weights, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "on_update", "drain")
+    monkeypatch.setattr(vllm_engine.installer, "on_update", "drain")
     old, manifest = vllm_engine.version, weights.publish()
     call = asyncio.create_task(vllm_engine.generate(request(prompt(9), 480, "endless")))
     await sampled(vllm_engine, "endless", 5)
@@ -120,7 +120,7 @@ async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, mo
         await vllm_engine.install_version(weights.publish(), 30)
         stale = await vllm_engine.count_stale_cached_tokens(text)
     assert stale >= vllm_engine._core.block_size
-    monkeypatch.setattr(vllm_engine, "on_update", "recompute")  # clears the cache: then the salt is not needed
+    monkeypatch.setattr(vllm_engine.installer, "on_update", "recompute")  # clears the cache: then the salt is not needed
     await vllm_engine.install_version(weights.publish(), 30)
     assert await vllm_engine.count_stale_cached_tokens(text) == 0
 
@@ -148,5 +148,5 @@ async def test_an_engine_that_holds_what_was_published_continues_after_a_compari
 async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
     manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
     with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):
-        _confirm_installed([(1, manifest.digest), (0, 5)], manifest)
-    _confirm_installed([[1, manifest.digest]] * 2, manifest)
+        confirm_installed([(1, manifest.digest), (0, 5)], manifest)
+    confirm_installed([[1, manifest.digest]] * 2, manifest)

@@ -18,7 +18,6 @@ from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import load_config
 from r3async.config.weights import WeightsConfig
 from r3async.rollout.vllm import worker as vllm_worker
-from r3async.rollout.vllm.engine import _verify_manifest
 from r3async.rollout.vllm.nccl_sender import (
     listen_for_workers,
     make_nccl_sender,
@@ -26,6 +25,7 @@ from r3async.rollout.vllm.nccl_sender import (
     read_tensors,
     serve_sends,
 )
+from r3async.rollout.vllm.version_installer import verify_manifest
 from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import (
@@ -271,9 +271,9 @@ def test_the_way_is_no_part_of_the_contents_and_there_is_no_file_to_verify(sende
     assert manifest.digest == publication.manifest.digest
     elsewhere = msgspec.structs.replace(manifest, path="/not/here")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(elsewhere), type=WeightManifest) == elsewhere
-    _verify_manifest(elsewhere, {"a"})
+    verify_manifest(elsewhere, {"a"})
     with pytest.raises(WeightError, match="'b' is missing"):
-        _verify_manifest(elsewhere, {"b"})
+        verify_manifest(elsewhere, {"b"})
 
 
 def test_the_backend_is_refused_where_it_cannot_work():

@@ -33,6 +33,7 @@ from r3async.tinker.datum_minibatch import run_training
 from r3async.tinker.engine_backend import EngineBackend
 from r3async.tinker.protocol import AdamParams, LoraConfig, SampledSequence, SamplingParams, TopLogprobs
 from r3async.tinker.server import TinkerServer
+from r3async.tinker.service import TinkerService
 from r3async.tinker.sessions import Snapshot
 from r3async.world.real import REAL_WORLD
 from tests.helpers.learner import settings
@@ -335,7 +336,7 @@ class ServerProcess:
 
 
 async def _serve_for_ever(model: Path, directory: Path, port: int) -> None:
-    server = TinkerServer(SingleProcessBackend(model), directory, key=KEY, port=port)
+    server = TinkerServer(TinkerService(SingleProcessBackend(model), directory, REAL_WORLD), key=KEY, port=port)
     await server.start()
     await asyncio.Event().wait()
 

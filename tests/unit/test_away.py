@@ -22,7 +22,8 @@ from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.rollout.engine import TENSOR_NAMES_FILE
 from r3async.rollout.renderer import ChatRenderer
-from r3async.rollout.vllm.engine import VllmEngine, _verify_manifest, read_tensor_names
+from r3async.rollout.vllm.engine import VllmEngine, read_tensor_names
+from r3async.rollout.vllm.version_installer import verify_manifest
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.world.real import REAL_WORLD, RealWorld
 from tests.helpers import architectures as ha
@@ -79,8 +80,8 @@ def test_an_engine_takes_the_text_model_alone_and_versions_without_what_is_carri
     manifest = WeightManifest(0, str(file), dict.fromkeys(trained), 0, source="elsewhere")
     names = read_tensor_names(path)
     with pytest.raises(WeightError, match=r"model\.visual\.blocks.* is missing \(23 in all\)"):
-        _verify_manifest(manifest, names)
-    _verify_manifest(msgspec.structs.replace(manifest, carried=tuple(names - trained.keys())), names)
+        verify_manifest(manifest, names)
+    verify_manifest(msgspec.structs.replace(manifest, carried=tuple(names - trained.keys())), names)
 
 
 def test_a_tied_output_layer_that_the_files_have_need_not_be_in_a_version(tmp_path):

@@ -12,6 +12,8 @@ from r3async.config import ConfigError
 from r3async.tinker.protocol import MAX_TENSOR_ELEMENTS, ApiError, build_tensor
 from r3async.tinker.request_files import RequestFiles
 from r3async.tinker.server import MODEL_PATHS, TinkerServer
+from r3async.tinker.service import TinkerService
+from r3async.world.real import REAL_WORLD
 from tests.helpers.models import VOCAB, make_hf_model
 from tests.helpers.tinker import KEY, MAX_TOKENS, SingleProcessBackend
 
@@ -66,7 +68,7 @@ class JsonClient:
 @pytest.fixture
 async def client(model, tmp_path):
     backend = SingleProcessBackend(model)
-    server = TinkerServer(backend, tmp_path, key=KEY)
+    server = TinkerServer(TinkerService(backend, tmp_path, REAL_WORLD), key=KEY)
     await server.start()
     async with aiohttp.ClientSession() as http:
         made = JsonClient(http, server)
@@ -180,7 +182,7 @@ async def restart(client, tmp_path):
     """End the server at once, with its learner and engine, and let the client speak to the next one."""
     await client.server.stop()
     client.backend.lose()
-    client.server = TinkerServer(client.backend, tmp_path, key=KEY)
+    client.server = TinkerServer(TinkerService(client.backend, tmp_path, REAL_WORLD), key=KEY)
     await client.server.start()
     client._root = client.server.base_url + "/api/v1/"
 
@@ -444,7 +446,7 @@ async def test_a_huge_body_is_refused_and_others_go_on(client, monkeypatch):
 
 def test_keys_that_the_sdk_does_not_take_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="must begin with 'tml-'"):
-        TinkerServer(None, tmp_path, key="sk-x")
+        TinkerServer(None, key="sk-x")
 
 
 def test_parts_of_tensors_that_do_not_fit_are_refused():

@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from r3async.config import Config
 from r3async.config.generator import GeneratorConfig
 from r3async.config.learner import find_served_rank
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
@@ -25,7 +25,6 @@ from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids,
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import (
     TENSOR_NAMES_FILE,
-    CorruptWeightsError,
     EngineError,
     EngineLostError,
     Generation,
@@ -35,14 +34,12 @@ from r3async.rollout.engine import (
 )
 from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
 from r3async.rollout.vllm.messages import (
-    CoreAdapterRequest,
-    build_adapter_request,
     build_sampling_params,
 )
 from r3async.rollout.vllm.running_requests import CALL_TIMEOUT, RequestRegistry, RunningRequest
+from r3async.rollout.vllm.version_installer import VersionInstaller
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
-from r3async.weights.manifest import BASE_VERSION, TensorMismatch, WeightError, WeightManifest
-from r3async.weights.version_reader import verify_version_file
+from r3async.weights.manifest import BASE_VERSION, TensorMismatch, WeightManifest
 from r3async.world.kept_programs import kill_processes
 from r3async.world.stages import create_stage_task
 
@@ -114,7 +111,6 @@ class VllmEngine:
         adapters: AdapterSettings | None = None,
         float32_head: bool = True,
     ):
-        self.version = -1
         described = decode_python_json((Path(model_path) / "config.json").read_bytes())
         self.routing, self._moe_layers = read_moe_layers(described)
         self._threads = settings.threads
@@ -152,22 +148,14 @@ class VllmEngine:
             self._engine_args["hf_overrides"] = {"head_dtype": "float32", **overrides}
         if not self._engine_args["enable_return_routed_experts"]:
             self.routing = None
-        self.on_update = settings.on_update
         self._requests = RequestRegistry()
+        self.installer = VersionInstaller(self._requests, settings.on_update)
         self._receive_task: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
         self.process_ids: list[int] = []
         """Process ids of the engine; known after `start`."""
         self.gpu_uuids: list[str] = []
         """Uuids of the workers' GPUs; empty on CPU. Known after `start`."""
-        self._parameter_names: frozenset[str] = frozenset()
-        self._base: WeightManifest | None = None
-        """Weights to which versions of adapters are added; None before they are installed."""
-        self.kept_versions: set[int] = set()
-        """Versions of adapters that stay while no request runs under them: the next installation
-        removes others."""
-        self._held_versions: set[int] = set()
-        """Versions of adapters that requests may name."""
         self._install_lock = asyncio.Lock()
         self._cache_checked_version = -1
         """Version under which the prefix cache was checked last."""
@@ -176,6 +164,11 @@ class VllmEngine:
         self._pause_seconds = 0.0
         self._collector_threshold = gc.get_threshold()
         """Threshold of this process before `start`."""
+
+    @property
+    def version(self) -> int:
+        """Version of the installed weights; -1 before the first."""
+        return self.installer.version
 
     @property
     def _core(self) -> EngineCoreClient:
@@ -189,7 +182,7 @@ class VllmEngine:
             core = self._requests.core = EngineCoreClient(
                 self._engine_args, self._threads, self._kv_cache_bytes
             )
-            self._parameter_names = await asyncio.to_thread(
+            self.installer.tensor_names = await asyncio.to_thread(
                 read_tensor_names, Path(self._engine_args["model"])
             )
             await core.start()
@@ -238,7 +231,7 @@ class VllmEngine:
         while True:
             await self._requests.wait_for_admission()
             version = self.version if request.version is None else request.version
-            adapter = self._name_adapter(request.version)
+            adapter = self.installer.name_adapter(request.version)
             first = request.resolve_routes_from(version)
             params = build_sampling_params(
                 request.max_tokens,
@@ -264,152 +257,17 @@ class VllmEngine:
         await self._requests.abort_request(request_id)
 
     async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights under the running requests; see `Engine.install_version`.
-
-        The order of events makes every token's version exact: verify (nothing is paused yet), wait
-        for running requests if they are drained, pause (no step runs any more), load, have every
-        worker confirm, receive every output that was produced before the pause, stamp all running
-        requests with their token counts, resume. A request that has not produced a token before the
-        pause starts again, so its prompt is never half old and half new.
-
-        Until the engine is paused, a failure leaves it unchanged on its old version:
-        `CorruptWeightsError` then names the tensor, or `EngineError` the number of requests that
-        did not end in time. If anything fails later, or the call is cancelled, the weights are in
-        an unknown state: the engine stays paused, and every running and later request raises
-        `EngineLostError`.
-
-        Adapters are loaded beside those of older versions, between two steps of the engine. Running
-        requests keep theirs to the end, so nothing is stamped and nothing waits, and a failure
-        leaves the engine on its old version.
-        """
+        """Install published weights under the running requests; see `VersionInstaller`."""
         async with self._install_lock:
-            if self._requests.failure is not None:
-                raise self._requests.failure
+            report = await self.installer.install_version(manifest, timeout)
             if manifest.version == BASE_VERSION:
-                return await self._install_base(manifest, timeout)
-            if manifest.version < self.version:
-                raise EngineError(
-                    f"version {manifest.version} is older than the installed version {self.version}"
-                )
-            install = self._install_newer if manifest.adapter is None else self._install_adapters
-            report = await install(manifest, timeout)
+                return report
             # With dummy weights, before the first version, routers would choose by rounding alone.
             if not self._counters["installs"] and not self._engine_args["enforce_eager"]:
                 await self._check_decoded_routes(manifest.version)
             self._counters["installs"] += 1
             self._pause_seconds += report.pause_seconds
             return report
-
-    async def _install_newer(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        requests = self._requests
-        version = manifest.version
-        started = time.perf_counter()
-        deadline = asyncio.get_running_loop().time() + timeout
-        # Verify the files while requests run: what is corrupt is not loaded.
-        try:
-            async with asyncio.timeout_at(deadline):
-                await asyncio.to_thread(_verify_manifest, manifest, self._parameter_names)
-        except WeightError as error:
-            raise CorruptWeightsError(str(error)) from error
-        except TimeoutError as error:
-            raise EngineError(
-                f"verifying version {version} took longer than {timeout} s"
-            ) from error
-        encoded = msgspec.msgpack.encode(manifest)
-        verified = time.perf_counter()
-        # From here on no request enters, and a drained engine waits until none runs.
-        requests.pause_admission()
-        if self.on_update == "drain":
-            await self._drain_requests(version, deadline, timeout)
-        drained = time.perf_counter()
-        try:
-            async with asyncio.timeout_at(deadline):
-                # To clear the cache vLLM drops the keys and values of running requests too. It
-                # raises if a block is left, and computes them again, with the weights that it has
-                # then, before these requests continue.
-                await self._core.pause_generation(
-                    mode="keep", clear_cache=self.on_update == "recompute"
-                )
-                paused = time.perf_counter()  # until then the engine finished its current step
-                # Every worker loads the weights, and says what it holds.
-                _confirm_installed(
-                    await self._core.collective_rpc("r3_install_version", args=(encoded,)), manifest
-                )
-                load = time.perf_counter() - paused
-                # New requests begin under this version, and running ones continue under it.
-                self.version = version
-                await requests.stamp_version(version)
-                await self._core.resume_generation()
-        except BaseException as error:
-            what = (
-                f"took longer than {timeout} s"
-                if isinstance(error, TimeoutError)
-                else f"failed: {error!r}"
-            )
-            failure = EngineError(
-                f"installing version {version} {what}; the engine must be restarted"
-            )
-            await requests.fail_requests(EngineLostError(str(failure)))
-            if isinstance(error, Exception):
-                raise failure from error
-            raise
-        requests.resume_admission()
-        now = time.perf_counter()
-        return InstallReport(
-            version,
-            update_seconds=now - started,
-            pause_seconds=now - paused,
-            verify_seconds=verified - started,
-            drain_seconds=drained - verified,
-            load_seconds=load,
-        )
-
-    async def _install_base(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install the weights to which versions of adapters are added, unless they are here."""
-        if self._base is None or self._base.digest != manifest.digest:
-            report = await self._install_newer(manifest, timeout)
-            self._base = manifest
-            return report
-        return InstallReport(manifest.version, 0.0, 0.0)
-
-    async def _install_adapters(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        started = time.perf_counter()
-        version = manifest.version
-        assert manifest.adapter is not None
-        if self._base is None or self._base.digest != manifest.adapter.base_digest:
-            raise EngineError(
-                f"version {version} has adapters alone, and the engine does not hold the weights "
-                "that they are added to"
-            )
-        encoded = msgspec.msgpack.encode(manifest)
-        try:
-            async with asyncio.timeout(timeout):
-                await asyncio.to_thread(verify_version_file, manifest)
-                verified = time.perf_counter()
-                # Requests that enter until the workers have answered run under the old version.
-                needed = self._requests.versions_in_use | {self.version}
-                self._held_versions &= needed | self.kept_versions
-                needed |= self._held_versions
-                answers = await self._core.collective_rpc(
-                    "r3_install_adapters", args=(encoded, sorted(needed))
-                )
-        except WeightError as error:
-            raise CorruptWeightsError(str(error)) from error
-        except TimeoutError as error:
-            raise EngineError(
-                f"installing version {version} took longer than {timeout} s"
-            ) from error
-        _confirm_installed([answer[:2] for answer in answers], manifest)
-        self._held_versions.add(version)
-        self.version = version
-        paused = max(answer[2] for answer in answers)
-        return InstallReport(
-            version,
-            update_seconds=time.perf_counter() - started,
-            pause_seconds=paused,
-            verify_seconds=verified - started,
-            load_seconds=paused,
-        )
 
     async def _check_decoded_routes(self, version: int) -> None:
         """Check that routes recorded while decoding are those of a second pass over
@@ -444,21 +302,6 @@ class VllmEngine:
         failure = EngineError(f"with version {version} of the weights {problem}; {LOST_ROUTES_FIX}")
         await self._requests.fail_requests(EngineLostError(str(failure)))
         raise failure
-
-    async def _drain_requests(self, version: int, deadline: float, timeout: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._requests.wait_until_idle()
-        except BaseException as error:
-            running = len(self._requests)
-            self._requests.resume_admission()
-            if not isinstance(error, TimeoutError):
-                raise
-            raise EngineError(
-                f"version {version} waited {timeout} s (weights.install_timeout) for {running} "
-                'running requests to end (generator.on_update = "drain"); allow more time, or set '
-                'generator.on_update="keep"'
-            ) from error
 
     async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the log-prob of each token after the first, float32 `[T - 1]`.
@@ -521,7 +364,7 @@ class VllmEngine:
                         mismatches = await self._compare_weights(
                             "r3_find_adapter_differences", manifest
                         )
-                        manifest = self._base or manifest
+                        manifest = self.installer.base or manifest
                     if not mismatches:
                         mismatches = await self._compare_weights(
                             "r3_find_weight_differences", manifest
@@ -619,23 +462,6 @@ class VllmEngine:
         """
         return f"version {version}"
 
-    def _name_adapter(self, wanted: int | None = None) -> CoreAdapterRequest | None:
-        """Return the adapters of a new request of the version that it wants; None if it has all
-        weights.
-
-        Raises `EngineError` for a version that the engine does not hold, and before the first one:
-        vLLM's process would end with such a request.
-        """
-        if wanted is None:
-            if self._base is None:
-                return None
-            if self.version == BASE_VERSION:
-                raise EngineError("the engine has the start model, and no version of adapters yet")
-            return build_adapter_request(self.version)
-        if wanted not in self._held_versions:
-            raise EngineError(f"the engine does not hold version {wanted} beside others")
-        return build_adapter_request(wanted)
-
     async def _run_single_text(
         self, name: str, ids: list[int], *, use_cache: bool, **params: Any
     ) -> RunningRequest:
@@ -654,7 +480,7 @@ class VllmEngine:
         while True:
             await self._requests.wait_for_admission()
             version = self.version if wanted is None else wanted
-            adapter = self._name_adapter(wanted)
+            adapter = self.installer.name_adapter(wanted)
             running = self._requests.create_request(name, version)
             salt = self._build_cache_salt(version) if use_cache else None
             sampling = build_sampling_params(1, 0.0, **params)
@@ -793,24 +619,30 @@ def read_tensor_names(directory: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) -> None:
-    missing = sorted(set(tensor_names) - set(manifest.tensors) - set(manifest.carried))
-    if missing:
-        raise WeightError(
-            f"weights version {manifest.version}: tensor {missing[0]!r} is missing "
-            f"({len(missing)} in all)"
-        )
-    if manifest.source is None:
-        verify_version_file(manifest)
+def build_vllm_engine(
+    config: Config,
+    model_path: str,
+    seed: int,
+    *,
+    adapter_slots: int,
+    record_sampling_masks: bool = False,
+) -> VllmEngine:
+    """Return the engine that a run's settings describe, not yet started.
 
-
-def _confirm_installed(answers: Sequence[Sequence[int]], manifest: WeightManifest) -> None:
-    """Raise `EngineError` unless every worker reports that it holds this version
-    with these contents."""
-    digest = manifest.digest
-    for worker, holds in enumerate(answers):
-        if tuple(holds) != (manifest.version, digest):
-            version = holds[0]
-            raise EngineError(
-                f"worker {worker} holds version {version} and not version {manifest.version}"
-            )
+    Args:
+        seed: Seed of sampling.
+        adapter_slots: See `AdapterSettings.slots`, if versions are adapters.
+    """
+    lora = config.learner.lora
+    adapters = None
+    if lora.delivers_adapters:
+        adapters = AdapterSettings(lora.rank, lora.list_served_modules(), adapter_slots)
+    return VllmEngine(
+        model_path,
+        config.generator,
+        max_model_len=config.episode.max_total_tokens,
+        seed=seed,
+        record_sampling_masks=record_sampling_masks,
+        adapters=adapters,
+        float32_head=config.model.head_dtype == "float32",
+    )

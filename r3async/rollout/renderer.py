@@ -384,7 +384,7 @@ def _compile_for_plain_messages(
         or getattr(type(tokenizer), "apply_chat_template", None) is not Base.apply_chat_template
         or not isinstance(tokenizer.chat_template, str)
         or template_args.keys()
-        & {"messages", *inspect.signature(Base.apply_chat_template).parameters}
+        & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         or any(type(value) not in _UNCONVERTED_TYPES for value in template_args.values())
     ):
         return None

@@ -27,7 +27,7 @@ class GeneratorConfig(Section):
     """OpenMP threads of one engine on CPU. More than one is slower if it shares cores with a
     learner."""
     kv_cache_gib: PositiveFloat = 1.0
-    """KV cache of one engine on CPU, in GiB."""
+    """Maximum KV cache of one engine on CPU, in GiB. It takes less where its episodes need less."""
     on_update: UpdateHandling = "keep"
     """What happens to running requests when new weights arrive. `keep`: they continue with the
     old keys and values. `recompute`: keys and values are computed again; tokens, log-probs and

@@ -39,9 +39,10 @@ def check_expert_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: 
     """Check that integer ids `[n, layers, top_k]` have the right shape and range and
     are not all zero.
 
-    Two passes over the ids, quick enough for an event loop. Raises `RoutingError` that says what is
-    wrong. Single all-zero rows are legal with `top_k == 1`, but more than 16 of them (rows times
-    layers), with several experts, are what an engine returns that did not record.
+    A pass over the ids, two if they are signed: quick enough for an event loop. Raises
+    `RoutingError` that says what is wrong. Single all-zero rows are legal with `top_k == 1`, but
+    more than 16 of them (rows times layers), with several experts, are what an engine returns that
+    did not record.
     """
     if rows.ndim != 3 or rows.shape[1:] != (layers, top_k):
         raise RoutingError(
@@ -53,7 +54,7 @@ def check_expert_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: 
         raise RoutingError(f"routed experts have dtype {rows.dtype}, expected unsigned integers")
     if rows.size == 0:
         return
-    low = int(rows.min())
+    low = int(rows.min()) if rows.dtype.kind == "i" else 0
     high = int(rows.max())
     if low < 0 or high >= num_experts:
         raise RoutingError(

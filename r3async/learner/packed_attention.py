@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -91,12 +91,14 @@ class PaddedLayout:
         key_gather: The packed row that fills each padded slot of keys and values.
         query_gather: The packed row that fills each padded slot of queries.
         query_slots: int64 `[N]`: for every packed row its slot among the queries.
+        masks: The masks of buckets, which every layer uses, by what they were built from.
     """
 
     buckets: tuple[tuple[int, int, int], ...]
     key_gather: DeterministicGather | None
     query_gather: DeterministicGather | None
     query_slots: Tensor | None
+    masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
 
 def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
@@ -307,8 +309,8 @@ def attend_padded(
     parts = zip(query.split(asked), key.split(held), value.split(held), layout.buckets, strict=True)
     with _prefer_unplanned_kernels() if query.is_cuda else nullcontext():
         attended = [
-            _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window)
-            for q, k, v, (n, width, skipped) in parts
+            _attend_bucket(q, k, v, *bucket, scale, sinks, window, layout.masks)
+            for q, k, v, bucket in parts
         ]
     return unpad_rows(attended[0] if len(attended) == 1 else torch.cat(attended), layout)
 
@@ -344,6 +346,7 @@ def _attend_bucket(
     scale: float | None,
     sinks: Tensor | None,
     window: int | None,
+    masks: dict[tuple[Any, ...], Tensor],
 ) -> Tensor:
     q = query.unflatten(0, (count, width - skipped)).transpose(1, 2)
     k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (key, value))
@@ -353,9 +356,10 @@ def _attend_bucket(
     if sinks is not None:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = _append_sink_key(q, k, v, sinks, scale)
+    window = width if window is None else min(window, width)
     mask: Any = None
-    if window is not None and window < width:
-        mask = F.pad(_build_window_mask(width, skipped, window, q.device), (before, 0), value=True)
+    if window < width or ((skipped or before) and q.device.type == "cpu"):
+        mask = _find_mask(masks, q, width, skipped, before, window)
     elif skipped or before:
         # Imports the compiler: one second at start-up.
         from torch.nn.attention.bias import causal_lower_right
@@ -390,11 +394,28 @@ def _append_sink_key(
     return q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1], 1, 0))
 
 
-def _build_window_mask(width: int, skipped: int, window: int, device: torch.device) -> Tensor:
-    """Return bool `[width - skipped, width]`: the keys that each query sees."""
-    at = torch.arange(width, device=device)
-    ago = at[skipped:, None] - at
-    return (ago >= 0) & (ago < window)
+def _find_mask(
+    masks: dict[tuple[Any, ...], Tensor],
+    query: Tensor,
+    width: int,
+    skipped: int,
+    before: int,
+    window: int,
+) -> Tensor:
+    """Return the keys that each query sees, `[width - skipped, before + width]`.
+
+    On CPU it is what is added to scores, in the dtype of `query`: torch would make that of a bool
+    mask in every layer.
+    """
+    built_from = (width, skipped, before, window, query.dtype)
+    if built_from not in masks:
+        at = torch.arange(width, device=query.device)
+        ago = at[skipped:, None] - at
+        seen = F.pad((ago >= 0) & (ago < window), (before, 0), value=True)
+        if query.device.type == "cpu":
+            seen = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+        masks[built_from] = seen
+    return masks[built_from]
 
 
 class _UnpadRows(torch.autograd.Function):

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,8 @@ class ChatRenderer:
         self._call_forms: dict[bool, CallForm | None] = {}
         """Form in which the template writes calls, without and with tools; None
         if it writes none."""
+        self._render_plainly = _compile_for_plain_messages(tokenizer, self.template_args)
+        self._backend = _find_plain_backend(tokenizer)
         self.render([Message("user", "hello")])
         ends = [self.eos_token_id, *stop_token_ids]
         own = self._find_end_token([self.decode([token]) for token in ends])
@@ -151,6 +153,9 @@ class ChatRenderer:
             other.template_analysis = TemplateAnalysis(self._template)
             other._renderers_by_args = {}
             other._call_forms = {}
+            other._render_plainly = _compile_for_plain_messages(
+                other.tokenizer, other.template_args
+            )
             other._render_cached = functools.lru_cache(CACHE_ENTRIES)(other._render_plain)
             other.render([Message("user", "hello")])
             while len(self._renderers_by_args) >= CACHE_ENTRIES:
@@ -277,6 +282,10 @@ class ChatRenderer:
         try:
             if form.has_null_content:
                 return self._render_null_content(shown, list(tools) or None, options)
+            if self._render_plainly and shown and not tools and all(map(_is_plain, shown)):
+                return self._render_plainly(
+                    messages=shown, add_generation_prompt=add_generation_prompt
+                )
             return self.tokenizer.apply_chat_template(
                 shown, tools=list(tools) or None, tokenize=False, **options
             )
@@ -312,7 +321,11 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Special tokens in it are recognised, none is added."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        backend = self._backend
+        if backend is None or backend.truncation or backend.padding:
+            # The tokenizer removes what an earlier call has left in its backend.
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return backend.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of a text that no template wrote (`encode_plain`)."""
@@ -324,6 +337,8 @@ class ChatRenderer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if self._backend is not None:
+            return self._backend.decode(list(token_ids), skip_special_tokens=False)
         return self.tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -351,6 +366,52 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     return token_ids if token_ids[: len(beginning)] == beginning else [*beginning, *token_ids]
 
 
+def _compile_for_plain_messages(
+    tokenizer: Any, template_args: Mapping[str, Any]
+) -> Callable[..., str] | None:
+    """Return the template as transformers compiles it, which renders plain messages without tools
+    as `apply_chat_template` does, in a third of its time.
+
+    None where that is the tokenizer's own, chooses among templates, or reads or converts one of
+    `template_args`.
+    """
+    from transformers import PreTrainedTokenizerBase as Base
+    from transformers.utils import chat_template_utils
+
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if (
+        compile_template is None
+        or getattr(type(tokenizer), "apply_chat_template", None) is not Base.apply_chat_template
+        or not isinstance(tokenizer.chat_template, str)
+        or template_args.keys()
+        & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        or any(type(value) not in _UNCONVERTED_TYPES for value in template_args.values())
+    ):
+        return None
+    return functools.partial(
+        compile_template(tokenizer.chat_template).render,
+        **{"tools": None, "documents": None, **tokenizer.special_tokens_map, **template_args},
+    )
+
+
+def _find_plain_backend(tokenizer: Any) -> Any:
+    """Return the `tokenizers.Tokenizer` of a tokenizer of transformers, which encodes and decodes
+    in a quarter of its time; None if its class has methods of its own, or splits special tokens."""
+    from transformers import PreTrainedTokenizerFast as Base
+
+    own = ("encode", "_encode_plus", "decode", "_decode")
+    if tokenizer.split_special_tokens or any(
+        getattr(type(tokenizer), name, None) is not getattr(Base, name, None) for name in own
+    ):
+        return None
+    return tokenizer.backend_tokenizer
+
+
+def _is_plain(shown: Mapping[str, Any]) -> bool:
+    """Return True for a message of a role and a text, in which transformers changes nothing."""
+    return len(shown) == 2 and type(shown["role"]) is type(shown["content"]) is str
+
+
 def _add_thought_keys(shown: dict[str, Any], message: Message) -> dict[str, Any]:
     """Return the message as templates take it, with its thought under each key that
     templates use for it."""
@@ -361,6 +422,8 @@ def _add_thought_keys(shown: dict[str, Any], message: Message) -> dict[str, Any]
     )
 
 
+_UNCONVERTED_TYPES = (str, int, float, bool, type(None))
+"""Types of values that transformers hands to templates as they are."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Template blocks of transformers that jinja does not know."""
 _TRANSFORMERS_VARIABLES = ("messages", "raise_exception", "strftime_now")

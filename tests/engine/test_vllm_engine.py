@@ -1,6 +1,7 @@
 """The vLLM engine against transformers: what it says it sampled, with what, and by which weights."""
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import expand_version_spans
 from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm.cpu_patches import NORM_KERNELS
+from r3async.rollout.vllm.engine import COLLECTOR_THRESHOLD
 from tests.helpers.engine import END, TOLERANCE, Reference, prompt, replay, request, same_sets
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -39,6 +42,20 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(vllm
     assert np.abs(generation.logprobs - expected).max() < TOLERANCE
     assert generation.token_ids.dtype == np.int32
     assert generation.logprobs.dtype == np.float32
+
+
+async def test_the_collector_looks_rarely_at_what_reference_counts_free(vllm_engine):
+    assert gc.get_threshold()[0] == COLLECTOR_THRESHOLD
+
+
+async def test_norms_are_computed_by_vllms_kernels(vllm_engine):
+    assert await vllm_engine._core.collective_rpc("r3_norm_providers") == [[[NORM_KERNELS, "native"]] * 2]
+
+
+async def test_the_cache_is_no_larger_than_what_all_requests_fill_twice(vllm_engine):
+    (whole,) = await vllm_engine._core.collective_rpc("r3_cache_bytes")
+    (episode,) = await vllm_engine._core.collective_rpc("r3_cache_of_an_episode")
+    assert whole == 2 * 32 * episode < 2**28
 
 
 async def test_routes_are_those_of_the_router_for_moe_layers_only(vllm_engine, current):

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 import torch
+from vllm import ir
 from vllm.model_executor.layers import utils
 
 from r3async.rollout.vllm.weight_comparison import iter_weight_contents
@@ -73,6 +74,14 @@ class ComparedExtension(WorkerExtension):
         """Return the bytes of the cache that a request of the greatest length takes."""
         specs = self.get_kv_cache_spec().values()
         return sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+
+    def r3_norm_providers(self) -> list[list[str]]:
+        """Return the implementations of vLLM's two norms, the first choice first."""
+        return [op.get_priority() for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)]
+
+    def r3_cache_bytes(self) -> int:
+        """Return the bytes of the whole cache."""
+        return sum(cache.nbytes for cache in self.model_runner.kv_caches)
 
     def r3_keep(self, names: list[str]) -> None:
         """Keep copies of what the model holds now under these names."""

@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right
 
+from r3async.learner import packed_attention as learner_attention
 from r3async.learner.packed_attention import attend_padded, attend_unpadded, packed_attention, plan_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -66,6 +68,31 @@ def test_a_shared_prefix_sees_sinks_and_windows_too(window):
     first = dense(*(rows[x][:18] for x in "qkv"), SIZE**-0.5, sinks, window)
     second = dense(*(rows[x][whole] for x in "qkv"), SIZE**-0.5, sinks, window)[10:]
     assert (ours - torch.cat([first, second])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_kept_mask_gives_the_bits_of_torchs_own_and_is_built_once(sinks, dtype, monkeypatch):
+    """torch makes one for each layer: of two layers over samples with a shared prefix, outputs and gradients."""
+    rng = torch.Generator().manual_seed(0)
+    sizes = [(2, 50, HEADS, SIZE), (2, 50, GROUPS, SIZE), (2, 50, GROUPS, SIZE), (HEADS,)]
+    leaves = [torch.randn(size, generator=rng).to(dtype).requires_grad_() for size in sizes]
+
+    def compute(build):
+        plan = plan_attention(np.array([0, 22, 36, 50]), torch.device("cpu"), np.array([[0, 0], [0, 10], [0, 10]]))
+        monkeypatch.setattr(learner_attention, "_find_mask", build)
+        layers = zip(*leaves[:3], strict=True)
+        given_sinks = leaves[3] if sinks else None
+        outputs = [packed_attention(q, k, v, plan, None, sinks=given_sinks) for q, k, v in layers]
+        grads = torch.autograd.grad(torch.stack(outputs).float().square().sum(), leaves if sinks else leaves[:3])
+        return [*outputs, *grads], plan.padded_layout.masks
+
+    ours, masks = compute(learner_attention._find_mask)
+    theirs, _ = compute(
+        lambda _, q, width, skipped, before, window: causal_lower_right(width - skipped, width + before)
+    )
+    assert all(torch.equal(mine, exact) for mine, exact in zip(ours, theirs, strict=True))
+    assert len(masks) == 1 + sinks
 
 
 def attend_each_sample(

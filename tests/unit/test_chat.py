@@ -1,10 +1,14 @@
 """Turn by turn, only what is new is encoded, sampled tokens stay, and the prompt is what the template writes."""
 
+import re
 from unittest.mock import Mock
 
+import jinja2
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from r3async.envs import Message
 from r3async.rollout.conversation import Conversation
@@ -246,19 +250,107 @@ def test_a_tokenizer_without_a_template_or_a_template_that_fails_is_refused_when
         Conversation(renderer(GEMMA), [Message("system", "s"), user("u")]).build_prompt()
 
 
-def counted(template):
-    """A renderer, and what its tokenizer is asked for a template's text and for tokens from now on."""
-    tokenizer = renderer(template).tokenizer
-    for name in ("apply_chat_template", "encode"):
-        setattr(tokenizer, name, Mock(wraps=getattr(tokenizer, name)))
-    chat, asked = ChatRenderer(tokenizer), (tokenizer.apply_chat_template, tokenizer.encode)
-    for each in asked:
-        each.reset_mock()
-    return chat, *asked
+def counted(template, monkeypatch):
+    """A renderer, and what it asks for a template's text and for tokens from now on."""
+    render = Mock(side_effect=jinja2.Template.render)
+    monkeypatch.setattr(jinja2.Template, "render", lambda *args, **named: render(*args, **named))
+    chat = renderer(template)
+    render.reset_mock()
+    chat.encode = Mock(wraps=chat.encode)
+    return chat, render, chat.encode
 
 
-def test_the_episodes_of_a_group_begin_with_one_prompt_which_is_rendered_and_encoded_once():
-    chat, render, encode = counted(QWEN3)
+OWN_TAGS = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ strftime_now('%Y') }}{{ messages|tojson }}"
+NAMED = {"default": CHATML, "tool_use": "{{ tools|tojson }}" + CHATML}
+
+
+class Shouted(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self.upper()
+
+
+@pytest.mark.parametrize("template", [*FAMILIES.values(), CHATML, OWN_TAGS, NAMED, None])
+def test_every_message_is_rendered_as_by_the_tokenizer_and_a_plain_one_without_it(template):
+    tool = {"type": "function", "function": {"name": "add"}}
+    plain = [user("hello\n <b> {{ x }}"), Message("assistant", "one"), user("")]
+    for messages, tools, is_plain in (
+        (plain[:1], [], True),
+        (plain, [], True),
+        (plain, [tool], False),
+        ([user("hello"), Message("assistant", "x"), Message("tool", "2", name="add")], [], False),
+    ):
+        chat = renderer(template)
+        theirs = chat.tokenizer.apply_chat_template
+        chat.tokenizer.apply_chat_template = Mock(wraps=theirs)
+        shown = [message.to_template_dict() for message in messages]
+        try:
+            text = theirs(shown, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            with pytest.raises(TemplateError, match=re.escape(str(error))):
+                chat.render(messages, tools)
+            continue
+        assert chat.render(messages, tools) == text
+        assert chat.tokenizer.apply_chat_template.called is not (is_plain and template is not NAMED)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"eos_token": "!"},
+        {"n": [1, (2,)]},
+        {"n": Shouted("word")},
+        {"documents": [{"n": 1}]},
+        {"add_generation_prompt": False},
+    ],
+)
+def test_variables_reach_the_template_as_the_tokenizer_hands_them(args):
+    template = "{{ eos_token }}{{ n }}{{ documents }}{{ add_generation_prompt }}{{ messages[0].content }}"
+    chat = renderer(template, **args)
+    asked = {"add_generation_prompt": True, **args}
+    assert chat.render([user("x")]) == chat.tokenizer.apply_chat_template([asked_user("x")], tokenize=False, **asked)
+
+
+class Backwards(PreTrainedTokenizerFast):
+    def _encode_plus(self, text, **options):
+        return super()._encode_plus(text[::-1], **options)
+
+    def _decode(self, token_ids, **options):
+        return super()._decode(token_ids, **options)[::-1]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), None])
+@given(text=st.text(max_size=30))
+def test_text_has_the_tokens_that_the_tokenizer_gives_it_and_back(family, text):
+    chat = renderer(family)
+    tokenizer = chat.tokenizer
+    for asked in (text, text + "<|im_start|>" + text + tokenizer.eos_token):
+        token_ids = chat.encode(asked)
+        assert token_ids == tokenizer.encode(asked, add_special_tokens=False)
+        assert chat.decode(token_ids) == chat.decode(np.asarray(token_ids, np.int32)) == asked
+        assert tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == asked
+
+
+def test_a_tokenizer_that_encodes_otherwise_is_asked_itself():
+    tokenizer = build_byte_tokenizer()
+    own = Backwards(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", chat_template=CHATML)
+    chat = ChatRenderer(own)
+    assert chat.decode(chat.encode("abc")) == "abc"
+    assert chat.encode("abc") == tokenizer.encode("cba")
+    chat = ChatRenderer(tokenizer)
+    tokenizer("abc", truncation=True, max_length=1, padding="max_length")
+    assert chat.encode("abc") == tokenizer.encode("abc", add_special_tokens=False)
+    tokenizer.split_special_tokens = True
+    assert ChatRenderer(tokenizer).encode("<|end|>") == tokenizer.encode("<|end|>", add_special_tokens=False)
+
+
+def asked_user(text):
+    return user(text).to_template_dict()
+
+
+def test_the_episodes_of_a_group_begin_with_one_prompt_which_is_rendered_and_encoded_once(monkeypatch):
+    chat, render, encode = counted(QWEN3, monkeypatch)
     groups = [[Message("system", "be brief"), user(f"task {group}")] for group in range(4)]
     prompts = [[Conversation(chat, messages).build_prompt().token_ids for _ in range(8)] for messages in groups]
     assert (render.call_count, encode.call_count) == (4, 4)
@@ -267,12 +359,13 @@ def test_the_episodes_of_a_group_begin_with_one_prompt_which_is_rendered_and_enc
     assert not chat.encode_cached("task").flags.writeable
 
 
-def test_a_template_that_tells_the_time_is_asked_each_time_and_so_is_what_is_not_plain():
-    chat, render, _ = counted("{% if false %}{{ strftime_now('%Y') }}{% endif %}" + CHATML)
+def test_a_template_that_tells_the_time_is_asked_each_time_and_so_is_what_is_not_plain(monkeypatch):
+    chat, render, _ = counted("{% if false %}{{ strftime_now('%Y') }}{% endif %}" + CHATML, monkeypatch)
     for _ in range(3):
         chat.render([user("hello")])
     assert render.call_count == 3
-    chat, render, _ = counted(QWEN3)
+    monkeypatch.undo()
+    chat, render, _ = counted(QWEN3, monkeypatch)
     for _ in range(3):
         chat.render([user("hello"), Message("assistant", "add"), Message("tool", "2", tool_call_id="1")])
         chat.render([user("hello")], tools=[{"type": "function", "function": {"name": "add"}}])

@@ -159,6 +159,18 @@ def history(arguments, content=None, count=1):
     return parse_request([asked("2+2?"), said(content, tool_calls=calls), *results])
 
 
+@pytest.mark.parametrize("name", published_names())
+def test_plain_messages_are_rendered_as_by_the_tokenizer(name):
+    if name in NO_TEXT:
+        pytest.skip("it takes no text")
+    chat = published(name)
+    for messages in (PLAIN[:1], [*PLAIN, asked(" and <b>3</b>?\n"), said("It is 7.")]):
+        asked_of = chat.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = chat.render([Message(**message) for message in messages])
+        assert text == asked_of
+        assert chat.encode(text) == chat.tokenizer.encode(asked_of, add_special_tokens=False)
+
+
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("name", published_names())
 def test_a_call_in_a_history_is_in_the_template_s_text_or_refused(name, arguments):

@@ -185,6 +185,22 @@ async def test_a_call_that_fails_fails_alone_and_wrong_requests_are_not_sent():
         assert left == []
 
 
+async def test_requests_to_a_core_that_does_not_read_neither_wait_nor_get_lost():
+    """ZeroMQ drops a message for a peer whose queue is full, and this queue has no end."""
+    async with core_of("serve") as (core, process, left):
+        names = [str(i) for i in range(20_000)]
+        process.suspend()
+        try:
+            for name in names:
+                sending = core.add_request(name, [1, 2, 3], build_sampling_params(4, 1.0), None)
+                with pytest.raises(StopIteration):
+                    sending.send(None)
+        finally:
+            process.resume()
+        assert await core.collective_rpc("r3_process_id") == [process.pid]
+        assert [output.request_id for output in left] == names
+
+
 @pytest.mark.parametrize(("how", "why"), [("die", "ended with code 5"), ("fail", "an assertion failed")])
 async def test_all_that_waits_learns_what_the_process_ended_with(how, why):
     async with core_of("serve") as (core, _, _):

@@ -85,6 +85,9 @@ class EngineCoreClient:
             self._bind_socket(zmq.ROUTER, "input"),
             self._bind_socket(zmq.PULL, "output"),
         )
+        self._send_socket: zmq.Socket[bytes] = zmq.Socket(self._input_socket)
+        """The input socket without an event loop: its queue has no end (`_bind_socket`), so that a
+        send neither waits nor drops a message."""
         self._core_identity = b""
         self._pending_calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count()
@@ -157,7 +160,7 @@ class EngineCoreClient:
                 f"routes from position {params.routed_experts_prompt_start} of a prompt of "
                 f"{len(prompt_ids)} tokens"
             )
-        await self._send_message(
+        self._send_message(
             ADD_MESSAGE,
             CoreRequest(
                 request_id, prompt_ids, None, params, None, time.time(), adapter, cache_salt, None
@@ -167,7 +170,7 @@ class EngineCoreClient:
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests. Their last outputs still arrive. Requests that have ended are ignored."""
         if request_ids and self._failure is None:
-            await self._send_message(ABORT_MESSAGE, request_ids)
+            self._send_message(ABORT_MESSAGE, request_ids)
 
     async def receive_outputs(self) -> list[CoreOutput]:
         """Return the next outputs, in the order in which they left the core.
@@ -219,18 +222,21 @@ class EngineCoreClient:
         self._finalizer.cancel()
         _end_process(self._process, self._scratch)
 
-    async def _send_message(self, kind: bytes, content: Any) -> None:
+    def _send_message(self, kind: bytes, content: Any) -> None:
         if self._failure is not None:
             raise self._failure
-        await self._input_socket.send_multipart(
-            [self._core_identity, kind, self._encoder.encode(content)], copy=False
+        encoded = self._encoder.encode(content)
+        self._send_socket.send_multipart(
+            [self._core_identity, kind, encoded],
+            zmq.DONTWAIT,
+            copy=len(encoded) < zmq.COPY_THRESHOLD,
         )
 
     async def _call_core(self, method: str, *args: Any) -> Any:
         number = next(self._call_numbers)
         self._pending_calls[number] = answer = self._loop.create_future()
         try:
-            await self._send_message(CALL_MESSAGE, (0, number, method, args))
+            self._send_message(CALL_MESSAGE, (0, number, method, args))
             return await answer
         finally:
             del self._pending_calls[number]

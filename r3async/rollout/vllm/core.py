@@ -33,7 +33,7 @@ from r3async.config.vllm_arguments import declare_engine_args
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm import messages as vllm_messages
-from r3async.rollout.vllm.cpu_patches import patch_vllm_for_cpu
+from r3async.rollout.vllm.cpu_patches import patch_vllm_for_cpu, prefer_norm_kernels
 from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
 from r3async.rollout.vllm.stop_strings import StopStringsMixin
 from r3async.rollout.vllm.tool_parser_adapter import VllmToolParser
@@ -344,6 +344,8 @@ def run_core(
     with pause_garbage_collector():
         config = AsyncEngineArgs(**args).create_engine_config()
         executor = Executor.get_class(config)
+    if kv_cache_bytes is not None and not args.keys() & {"ir_op_priority", "kernel_config"}:
+        prefer_norm_kernels(config)
     gc.freeze()
     # vLLM's own check would refuse the supports that `MaskRecordingSampler` adds to the
     # first model runner.

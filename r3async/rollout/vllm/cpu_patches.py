@@ -1,17 +1,27 @@
 """Patches of vLLM's CPU engine.
 
 Experts are packed again after a reload, views of a packed convolution get its new weights, small
-matrices are not packed at all, rotary embeddings apply to all heads, and experts run beside
-adapters of other layers.
+matrices are not packed at all, rotary embeddings apply to all heads, experts run beside adapters of
+other layers, norms are computed by vLLM's own kernels, and the KV cache is no larger than needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+
+NORM_KERNELS = "r3async_cpu"
+"""Name under which `register_norm_kernels` gives vLLM the kernels."""
+NORM_KERNEL_COLUMNS = 16
+"""Number of which the kernels take multiples of columns, whatever the width of their vectors."""
+KV_CACHE_FILLS = 2
+"""KV caches of all running requests at their longest: one for them, one for prefixes of others."""
 SMALL_MATRIX_ELEMENTS = 2**18
 """Number of elements from which packed matrices are multiplied faster. An unpacked 1024 x 1024
 matrix takes 1.2 times as long as a packed one with 64 rows, and 3 times as long with 4."""
@@ -81,6 +91,125 @@ def patch_vllm_for_cpu() -> None:
     patch_packing()
     patch_rotary_embedding()
     patch_experts_beside_adapters()
+    register_norm_kernels()
+    limit_kv_cache()
+
+
+def register_norm_kernels() -> None:
+    """Register vLLM's RMSNorm kernels for the CPU, which vLLM (0.30) builds and does not use, with
+    its operators. Idempotent.
+
+    Its native form is five to eight operations of torch. `prefer_norm_kernels` puts kernels first.
+    """
+    from vllm import ir
+    from vllm.platforms import current_platform
+
+    norm = ir.ops.rms_norm
+    add_and_norm = ir.ops.fused_add_rms_norm
+    if not current_platform.is_cpu() or NORM_KERNELS in norm.impls:
+        return
+
+    # vLLM demands the signatures of its native forms.
+    @norm.register_impl(
+        NORM_KERNELS,
+        supports_args=lambda x, weight, epsilon, variance_size=None: (
+            variance_size is None and has_norm_kernel(x, weight)
+        ),
+    )
+    @functools.wraps(norm.impls["native"].impl_fn)
+    def normalize(x: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+        rows = x.contiguous()
+        out = torch.empty_like(rows)
+        torch.ops._C.rms_norm(out, rows, weight, epsilon)
+        return out
+
+    @add_and_norm.register_impl(
+        NORM_KERNELS,
+        inplace=True,
+        supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
+            variance_size is None
+            and x.dtype == x_residual.dtype
+            and x.is_contiguous()
+            and x_residual.is_contiguous()
+            and has_norm_kernel(x, weight)
+        ),
+    )
+    @functools.wraps(add_and_norm.impls["native"].impl_fn)
+    def add_and_normalize(
+        x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: Any = None
+    ) -> Any:
+        torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+
+def prefer_norm_kernels(config: Any) -> None:
+    """Put the kernels of `register_norm_kernels` first in the priorities of vLLM's `config`."""
+    priority = config.kernel_config.ir_op_priority
+    for providers in (priority.rms_norm, priority.fused_add_rms_norm):
+        providers.insert(0, NORM_KERNELS)
+
+
+def has_norm_kernel(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Return True if vLLM's kernels normalise such rows as its native forms do."""
+    return (
+        weight is not None
+        and weight.dtype == x.dtype
+        and x.shape[-1] % NORM_KERNEL_COLUMNS == 0
+        and norm_kernels_equal_native(x.dtype)
+    )
+
+
+@functools.cache
+def norm_kernels_equal_native(dtype: torch.dtype) -> bool:
+    """Return True if both kernels give what vLLM's native forms give, to rounding; else log it. An
+    engine asks first while it loads its model.
+
+    Those for AVX2 do not in bfloat16: they cut off what they should round.
+    """
+    from vllm import ir
+
+    rng = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 4, 4 * NORM_KERNEL_COLUMNS, generator=rng).to(dtype)
+    weight = torch.randn(x.shape[-1], generator=rng).to(dtype)
+    try:
+        native, kernel = (
+            (
+                ir.ops.rms_norm.impls[name].func_impl_fn(x, weight, 1e-6),
+                *ir.ops.fused_add_rms_norm.impls[name].func_impl_fn(x, residual, weight, 1e-6),
+            )
+            for name in ("native", NORM_KERNELS)
+        )
+        torch.testing.assert_close(kernel, native, rtol=4 * torch.finfo(dtype).eps, atol=0)
+        # A sum is rounded once in both.
+        torch.testing.assert_close(kernel[-1], native[-1], rtol=0, atol=0)
+    except (AssertionError, AttributeError, RuntimeError) as error:
+        logger.warning("vLLM's norms stay in their native forms for %s: %s", dtype, error)
+        return False
+    return True
+
+
+def limit_kv_cache() -> None:
+    """Keep vLLM in this process from allocating, and filling with zeros, more KV cache on CPU than
+    `KV_CACHE_FILLS` times what all requests that run at once can use. Idempotent."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    determine = CPUWorker.determine_available_memory
+
+    def determine_needed(self: Any) -> int:
+        config = self.vllm_config
+        available = determine(self)
+        if config.model_config.is_hybrid:
+            return available  # its states have blocks too
+        request = max_memory_usage_bytes(config, self.get_kv_cache_spec().values())
+        return min(available, KV_CACHE_FILLS * config.scheduler_config.max_num_seqs * request)
+
+    if determine.__module__ != __name__:
+        CPUWorker.determine_available_memory = determine_needed
 
 
 def patch_experts_beside_adapters() -> None:

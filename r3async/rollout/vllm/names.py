@@ -94,6 +94,14 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.model_executor.layers.utils": "dispatch_cpu_unquantized_gemm .cpu_linear",
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "forward_cpu forward_native",
     },
+    "norms and KV cache of engines on CPU": {
+        "vllm.ir.ops": "rms_norm fused_add_rms_norm",
+        "vllm.ir.op:IrOp": "register_impl .impls",
+        "vllm.ir.op:IrOpImpl": "func_impl_fn",
+        "vllm.config.kernel:KernelConfig": "ir_op_priority",
+        "vllm.v1.worker.cpu_worker:CPUWorker": "determine_available_memory get_kv_cache_spec",
+        "vllm.v1.core.kv_cache_utils": "max_memory_usage_bytes",
+    },
     "adapters beside the weights (learner.lora.deliver = adapter)": {
         "vllm.engine.arg_utils:AsyncEngineArgs": (
             "enable_lora max_loras max_cpu_loras max_lora_rank lora_target_modules"
@@ -138,6 +146,7 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
 objects or in functions, so it is looked for in the source."""
 
 CHECKED_LATER = {
+    "norms and KV cache of engines on CPU",
     "weights from GPU to GPU (weights.backend = nccl)",
     "new weights for gpt-oss",
     "vLLM's second model runner",

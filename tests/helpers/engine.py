@@ -1,6 +1,7 @@
 """A tiny Qwen3-MoE on disk, and the reference values that transformers computes for it."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,11 +48,13 @@ async def started(
         max_model_len=length,
         adapters=adapters,
     )
+    collector = gc.get_threshold()
     await engine.start()
     try:
         yield engine
     finally:
         await engine.stop()
+    assert gc.get_threshold() == collector
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

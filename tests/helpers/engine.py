@@ -222,7 +222,7 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
 async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
     """Wait until the running request of that name has sampled `tokens` tokens. The engine needs an
     `ObservedScheduler`."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         while (await engine._core.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
             pass
 

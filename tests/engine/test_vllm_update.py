@@ -120,7 +120,9 @@ async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, mo
         await vllm_engine.install_version(weights.publish(), 30)
         stale = await vllm_engine.count_stale_cached_tokens(text)
     assert stale >= vllm_engine._core.block_size
-    monkeypatch.setattr(vllm_engine.installer, "on_update", "recompute")  # clears the cache: then the salt is not needed
+    monkeypatch.setattr(
+        vllm_engine.installer, "on_update", "recompute"
+    )  # clears the cache: then the salt is not needed
     await vllm_engine.install_version(weights.publish(), 30)
     assert await vllm_engine.count_stale_cached_tokens(text) == 0
 

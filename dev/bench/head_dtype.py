@@ -43,7 +43,9 @@ TIMEOUT = 120.0
 HEADS = {"bfloat16": False, "float32": True}
 
 
-async def play(model: Path, learner: TorchLearner, seed: int, float32_head: bool) -> list[Sample]:
+async def play_prompts(
+    model: Path, learner: TorchLearner, seed: int, float32_head: bool
+) -> list[Sample]:
     """Return samples of an engine with the learner's weights."""
     engine = VllmEngine(
         str(model),
@@ -90,7 +92,9 @@ def make_sample(name: str, prompt: np.ndarray, generation: Generation) -> Sample
     return Sample(name, TokenTable(columns))
 
 
-def compare(learner: TorchLearner, samples: list[Sample], float32_head: bool) -> dict[str, float]:
+def measure_drift(
+    learner: TorchLearner, samples: list[Sample], float32_head: bool
+) -> dict[str, float]:
     """Return the drift of the sampled tokens, in nats."""
     learner.model.float32_head = float32_head
     micro_batches = pack_samples(samples, 1024)
@@ -118,7 +122,7 @@ def sharpen_head(model: Path, factor: float) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def measure(family: str, seed: int, sharpness: float) -> None:
+def measure_model(family: str, seed: int, sharpness: float) -> None:
     """Print the four pairs of heads of one model."""
     from tests.helpers.engine_models import make_engine_model
 
@@ -130,10 +134,10 @@ def measure(family: str, seed: int, sharpness: float) -> None:
         config = config_from_dict({"learner": {"dtype": "bfloat16", "backend": "torch"}})
         learner = TorchLearner.from_pretrained(config, model)
         for engine_head, engine_float32 in HEADS.items():
-            samples = asyncio.run(play(model, learner, seed, engine_float32))
+            samples = asyncio.run(play_prompts(model, learner, seed, engine_float32))
             for learner_head, learner_float32 in HEADS.items():
                 heads = {"engine": engine_head, "learner": learner_head}
-                figures = compare(learner, samples, learner_float32)
+                figures = measure_drift(learner, samples, learner_float32)
                 print(json.dumps({"family": family, "seed": seed, **heads, **figures}), flush=True)
 
 
@@ -145,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     for family in args.families.split(","):
         for seed in args.seeds.split(","):
-            measure(family, int(seed), args.sharpness)
+            measure_model(family, int(seed), args.sharpness)
 
 
 if __name__ == "__main__":

@@ -190,11 +190,13 @@ def _iter_chunks(head: _ChunkSettings, *tensors: Tensor) -> Any:
 
 
 def _prepare_matrix(matrix: Tensor, head: _ChunkSettings) -> Tensor:
-    """Return the output matrix as `_project` takes it. It is not converted for each chunk."""
+    """Return the output matrix as `_project_logits` takes it. It is not converted for each chunk."""
     return matrix.float() if head.widen and not matrix.is_cuda else matrix
 
 
-def _project(hidden: Tensor, matrix: Tensor, bias: Tensor | None, head: _ChunkSettings) -> Tensor:
+def _project_logits(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, head: _ChunkSettings
+) -> Tensor:
     if not head.widen:
         return F.linear(hidden, matrix, bias)
     if not matrix.is_cuda:
@@ -213,7 +215,7 @@ def _compute_logits(
     head: _ChunkSettings,
 ) -> Tensor:
     """Return the logits, float32 `[m, V]`, minus infinity where `mask` excludes tokens."""
-    z = _project(hidden, matrix, bias, head).float().div_(temperatures[:, None])
+    z = _project_logits(hidden, matrix, bias, head).float().div_(temperatures[:, None])
     return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
 
 

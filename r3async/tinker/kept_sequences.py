@@ -56,7 +56,7 @@ class KeptSequence(NamedTuple):
     recorded: np.ndarray
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     """The place of a sequence in a file, and the keys by which it is found."""
 
     path: Path
@@ -90,7 +90,7 @@ class KeptSequences:
         self._directory = directory
         self._max_bytes = max_bytes
         self._disk = files
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FilePlace] = {}
         self._by_prompt: dict[int, list[str]] = {}
         self._prompt_lengths: Counter[int] = Counter()
         self._files: dict[Path, int] = {}
@@ -231,7 +231,7 @@ class KeptSequences:
         digest = _digest(kept.tokens[: kept.prompt_length])
         self._remove_place(name)
         tokens = kept.tokens.astype(np.int32)  # a copy, which keeps no file mapped
-        self._places[name] = _Place(path, offset, length, tokens, kept.prompt_length, digest)
+        self._places[name] = _FilePlace(path, offset, length, tokens, kept.prompt_length, digest)
         self._by_prompt.setdefault(digest, []).append(name)
         self._prompt_lengths[kept.prompt_length] += 1
 

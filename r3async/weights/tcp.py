@@ -459,6 +459,7 @@ class TcpReceiver:
             try:
                 for block in apply_delta(base, before, delta, start, nbytes):
                     file.append([block])
+                    del block  # before the next one is made beside it
             except WeightError:
                 file.truncate(start)
                 return False

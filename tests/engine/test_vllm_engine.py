@@ -15,7 +15,7 @@ from r3async.data.versions import expand_version_spans
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm.cpu_patches import NORM_KERNELS
 from r3async.rollout.vllm.engine import COLLECTOR_THRESHOLD
-from tests.helpers.engine import END, TOLERANCE, Reference, prompt, replay, request, same_sets
+from tests.helpers.engine import END, OBSERVED, TOLERANCE, Reference, prompt, replay, request, same_sets, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -56,6 +56,12 @@ async def test_the_cache_is_no_larger_than_what_all_requests_fill_twice(vllm_eng
     (whole,) = await vllm_engine._core.collective_rpc("r3_cache_bytes")
     (episode,) = await vllm_engine._core.collective_rpc("r3_cache_of_an_episode")
     assert whole == 2 * 32 * episode < 2**28
+
+
+async def test_a_cache_whose_size_was_chosen_has_it(tiny_model):
+    async with started(tiny_model, concurrency=1, **OBSERVED, kv_cache_memory_bytes=2**26) as engine:
+        (whole,) = await engine._core.collective_rpc("r3_cache_bytes")
+    assert 2**25 < whole <= 2**26
 
 
 async def test_routes_are_those_of_the_router_for_moe_layers_only(vllm_engine, current):

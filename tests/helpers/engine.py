@@ -1,6 +1,7 @@
 """A tiny Qwen3-MoE on disk, and the reference values that transformers computes for it."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,11 +48,13 @@ async def started(
         max_model_len=length,
         adapters=adapters,
     )
+    collector = gc.get_threshold()
     await engine.start()
     try:
         yield engine
     finally:
         await engine.stop()
+    assert gc.get_threshold() == collector
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -219,7 +222,7 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
 async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
     """Wait until the running request of that name has sampled `tokens` tokens. The engine needs an
     `ObservedScheduler`."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         while (await engine._core.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
             pass
 

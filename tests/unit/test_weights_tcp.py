@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,23 @@ async def test_hosts_get_the_file_and_then_what_changed(learner, make):
         for receiver in receivers:
             assert len(list(receiver._cache.path.glob("version-*"))) <= 2
             assert not list(receiver._cache.path.glob(".*"))
+
+
+async def test_a_host_that_applies_a_delta_has_one_block_of_it_in_memory(learner, make):
+    """Glibc keeps what a thread freed, so two blocks at once are two for each thread that ever applied a part."""
+    receiver, elements = make("h0"), 6_500_000  # four blocks
+    manifest, parts = learner.publish(0, elements=elements)
+    await fetch(receiver, manifest, parts)
+    manifest, parts = learner.publish(1, elements=elements, lr=3e-7)
+    assert parts[0].parts[0].delta_bytes < manifest.nbytes / 10
+    tracemalloc.start()
+    try:
+        await receiver.fetch_version(hidden(manifest), parts, 20.0)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    print(f"{most:,} bytes at most, a block has {delta.DELTA_BLOCK_BYTES:,}")
+    assert most < 2 * delta.DELTA_BLOCK_BYTES
 
 
 async def test_a_host_without_the_base_gets_the_whole_file_and_dense_changes_have_no_delta(learner, make):

@@ -33,7 +33,11 @@ from r3async.config.vllm_arguments import declare_engine_args
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm import messages as vllm_messages
-from r3async.rollout.vllm.cpu_patches import patch_vllm_for_cpu, prefer_norm_kernels
+from r3async.rollout.vllm.cpu_patches import (
+    CHOSEN_CACHE_KEY,
+    patch_vllm_for_cpu,
+    prefer_norm_kernels,
+)
 from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
 from r3async.rollout.vllm.stop_strings import StopStringsMixin
 from r3async.rollout.vllm.tool_parser_adapter import VllmToolParser
@@ -335,6 +339,7 @@ def run_core(
     """
     check_vllm_interface()
     patch_vllm_for_cpu()
+    additional_config[CHOSEN_CACHE_KEY] = "kv_cache_memory_bytes" in args
     if kv_cache_bytes is not None:
         args = (
             declare_engine_args(kv_cache_memory_bytes=kv_cache_bytes, block_size=CPU_BLOCK_TOKENS)

@@ -20,6 +20,8 @@ NORM_KERNELS = "r3async_cpu"
 """Name under which `register_norm_kernels` gives vLLM the kernels."""
 NORM_KERNEL_COLUMNS = 16
 """Number of which the kernels take multiples of columns, whatever the width of their vectors."""
+CHOSEN_CACHE_KEY = "r3async_kv_cache_chosen"
+"""Key in vLLM's `additional_config` whose value is True if `engine_args` says the cache's size."""
 KV_CACHE_FILLS = 2
 """KV caches of all running requests at their longest: one for them, one for prefixes of others."""
 SMALL_MATRIX_ELEMENTS = 2**18
@@ -117,7 +119,7 @@ def register_norm_kernels() -> None:
         ),
     )
     @functools.wraps(norm.impls["native"].impl_fn)
-    def normalize(x: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+    def compute_rms_norm(x: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
         rows = x.contiguous()
         out = torch.empty_like(rows)
         torch.ops._C.rms_norm(out, rows, weight, epsilon)
@@ -135,7 +137,7 @@ def register_norm_kernels() -> None:
         ),
     )
     @functools.wraps(add_and_norm.impls["native"].impl_fn)
-    def add_and_normalize(
+    def add_and_compute_rms_norm(
         x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: Any = None
     ) -> Any:
         torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
@@ -190,7 +192,8 @@ def norm_kernels_equal_native(dtype: torch.dtype) -> bool:
 
 def limit_kv_cache() -> None:
     """Keep vLLM in this process from allocating, and filling with zeros, more KV cache on CPU than
-    `KV_CACHE_FILLS` times what all requests that run at once can use. Idempotent."""
+    `KV_CACHE_FILLS` times what all requests that run at once can use, unless its size was chosen.
+    Idempotent."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -203,8 +206,9 @@ def limit_kv_cache() -> None:
     def determine_needed(self: Any) -> int:
         config = self.vllm_config
         available = determine(self)
-        if config.model_config.is_hybrid:
-            return available  # its states have blocks too
+        # A hybrid model's states have blocks too.
+        if config.model_config.is_hybrid or config.additional_config.get(CHOSEN_CACHE_KEY):
+            return available
         request = max_memory_usage_bytes(config, self.get_kv_cache_spec().values())
         return min(available, KV_CACHE_FILLS * config.scheduler_config.max_num_seqs * request)
 

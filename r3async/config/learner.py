@@ -13,6 +13,10 @@ class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
     """Routes of the learner's forward passes. `rollout`: the engine's experts (R3). `learner`:
     the learner's own in a pass before the step (R2). `off`: each pass computes its own."""
+    gates: Literal["learner", "rollout"] = "learner"
+    """Weights of the experts' outputs in those passes. `learner`: of the learner's own routers.
+    `rollout`: the engine's, which makes drift smaller; then the policy loss does not train routers.
+    Needs `replay = "rollout"`."""
     min_recorded_fraction: UnitFraction = 0.9
     """Minimum share of trained tokens' inputs with recorded routes; a step below it stops the
     run. Used with replay."""
@@ -20,6 +24,13 @@ class RoutingConfig(Section):
     """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
     tenth step. `all`: every one, for `r3async inspect verify` and whole groups in the
     report. A token takes 41 bytes, and 3 ids for each MoE layer and expert."""
+
+    def check_values(self) -> None:
+        if self.gates == "rollout" and self.replay != "rollout":
+            raise ValueError(
+                f'`gates` = "rollout" are those of replayed experts: with `replay` = {self.replay!r} '
+                'it has to be "learner"'
+            )
 
 
 class ParallelConfig(Section):

@@ -478,7 +478,7 @@ def scripted_route_rows(
 
 def scripted_gates(rows: np.ndarray) -> np.ndarray:
     """Return the gates of routes `rows`, float32 of their shape: the larger an id, the larger."""
-    weights = (rows + 1).astype(np.float32)
+    weights = rows.astype(np.float32) + 1
     return weights / weights.sum(axis=2, keepdims=True)
 
 

@@ -61,8 +61,7 @@ class InitConfig(Section):
     seed: Seed = 0
     """Seed of the random weights and the warm-up, separate from the run's `seed`."""
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary positions. Small values distinguish near positions more easily; large
-    ones reach further."""
+    """Base of the rotary positions. Large values reach further."""
     warm_reward: SignedFloat = 0.4
     """Mean sampled reward at which supervised steps stop."""
     max_warm_steps: int = 2000

@@ -84,10 +84,10 @@ class SuperviseConfig(Section):
     """Times the run restarts from its newest checkpoint when the learner or the conductor is
     lost."""
     copy_steps: int = 1
-    """Steps between two copies of the state of a learner of several ranks on one host, from which
-    they restart if one is lost. There are two, and a third while one is made, of 12 bytes a
-    parameter (with LoRA, of the adapters) in host memory. 0: none; the run restarts from its
-    newest checkpoint."""
+    """Steps between two copies of the ranks' state, from which they restart if one is lost
+    (docs/operations.md#a-rank-is-lost). Two, for a moment three, of 12 bytes a parameter (with
+    LoRA, of the adapters) are in host memory. 0: none; the run restarts from its newest
+    checkpoint."""
     stop_grace_seconds: PositiveFloat = 30.0
     """Seconds that each part of the end of a run may take: engines, evaluations, records."""
     max_failed_fraction: UnitFraction = 0.1

@@ -24,8 +24,7 @@ class EnvConfig(Section):
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of the environment's constructor. Docstrings of built-in ones name them."""
     workers: PositiveInt = 2
-    """Processes in each generator that play blocking environments (plain `def reset`
-    and `def step`)."""
+    """Processes per generator that run blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0
     """Seconds that one call of a blocking environment may take before its process is killed and
     replaced."""

@@ -13,8 +13,7 @@ UpdateHandling = Literal["keep", "recompute", "drain"]
 
 class GeneratorConfig(Section):
     count: PositiveInt = 1
-    """Generators, each with an engine of its own. `r3async scale` changes it
-    while the run trains."""
+    """Generators, each with an engine. `r3async scale` changes it while the run trains."""
     concurrency: PositiveInt = 64
     """Maximum number of episodes that one generator runs at once. Below it, the number follows the
     fill of the KV cache."""

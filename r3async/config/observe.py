@@ -31,7 +31,7 @@ class LogConfig(Section):
     (docs/observing.md#wb-tensorboard-mlflow-trackio). Needs `pip install "r3async[sinks]"`."""
     metrics: Literal["main", "all"] = "main"
     """Metrics that are sent. `main`: the forty or so that reports and `tail` show, rewards and
-    evaluations. `all`: also where each process's time goes."""
+    evaluations. `all`: also the times of each process's stages."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow); the run is named like its directory."""
 

@@ -71,9 +71,9 @@ class SuperviseConfig(Section):
     it above the longest call of an environment or tool. docs/operations.md#stalls lists the
     stages, some with their own limits."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
-    """What a stall causes, after the event and the stacks. `warn`: nothing. `restart`: the
-    generator, learner or conductor is restarted; a full disk is waited for; any other stage ends
-    the run. `abort`: the run ends."""
+    """Reaction to a stall, after the event and the stacks. `warn`: none. `restart`: the generator,
+    learner or conductor is restarted; a full disk is waited for; any other stage ends the run.
+    `abort`: the run ends."""
     silence_seconds: PositiveFloat = 60.0
     """Seconds without a report after which a generator gets no new episodes; after twice as long
     its groups are leased again. An engine on CPU may block a generator for a while."""

@@ -104,7 +104,7 @@ def _iter_stage_metrics() -> Iterator[Metric]:
 
 # fmt: off
 _METRIC_TABLE = (
-    Metric("step", "step", "", "", "Optimizer step, from 1."),
+    Metric("step", "step", "", "", "Training step, from 1."),
     Metric("version", "version", "", "", "Version of the weights that this step made."),
     Metric("lineage", "lineage", "", "", "Start of the run in which versions are counted."),
     Metric("time", "time", "unix s", "",

@@ -20,7 +20,7 @@ PROGRAM = "r3async"
 RARE = "Rarely needed"
 """Heading of the commands of `python -m r3async.tools`."""
 EXAMPLE = "Example: "
-TABLE_HEAD = ("| argument or option | default | |", "|---|---|---|")
+TABLE_HEAD = ("| | default | |", "|---|---|---|")
 HEAD = """# Commands
 
 Every command of `r3async` with an example, its arguments and its options; `r3async COMMAND --help` shows the same.

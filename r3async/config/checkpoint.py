@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     """Evaluation metric whose best checkpoint is kept for good: `reward_mean`, `pass@K`, or a
     set's, as `greedy/reward_mean`. Each evaluated step then has a checkpoint. Empty: none."""
     asynchronous: bool = True
-    """Write checkpoints during the next steps, from a copy in host memory (12 bytes a parameter
+    """Write checkpoints during the next steps, from a copy in host memory (12 bytes per parameter
     over all ranks)."""
     directory: str = ""
     """Directory of the checkpoints. Default: `checkpoints` in the run's directory."""

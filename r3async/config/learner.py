@@ -164,13 +164,13 @@ class LearnerConfig(Section):
     it rises by this for experts with fewer tokens than the layer's mean, and falls for the others
     (arXiv 2408.15664). 0: it stays."""
     offload_moments: bool = False
-    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. Updates are the
-    same, but move 16 bytes a parameter."""
+    """Keep Adam's moments (8 bytes per parameter) in host memory between updates. Updates are the
+    same, but move 16 bytes per parameter."""
     shard_optimizer: bool = False
-    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among
+    """Divide master weights and moments (12 bytes per parameter in bfloat16, 8 in float32) among
     ranks with copies of a parameter (ZeRO stage 1). FSDP2 (`backend = "torch"`) always does."""
     shard_gradients: bool = False
-    """With `shard_optimizer`, divide the sums of gradients (4 bytes a parameter) too (ZeRO stage
+    """With `shard_optimizer`, divide the sums of gradients (4 bytes per parameter) too (ZeRO stage
     2). The last bits of a step with several micro-batches differ."""
     deterministic: bool = False
     """On GPUs, use only kernels that give the same bits at every call; slower

@@ -85,7 +85,7 @@ class SuperviseConfig(Section):
     lost."""
     copy_steps: int = 1
     """Steps between two copies of the ranks' state, from which they restart if one is lost
-    (docs/operations.md#a-rank-is-lost). Two, for a moment three, of 12 bytes a parameter (with
+    (docs/operations.md#a-rank-is-lost). Two, for a moment three, of 12 bytes per parameter (with
     LoRA, of the adapters) are in host memory. 0: none; the run restarts from its newest
     checkpoint."""
     stop_grace_seconds: PositiveFloat = 30.0

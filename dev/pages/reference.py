@@ -276,17 +276,13 @@ def insert_metrics_table(page: str) -> str:
             for (unit, text), names in rows.items()
         ]
         lines.append("")
-    processes: dict[tuple[str, str, str], list[str]] = {}
+    stage_rows: dict[str, list[str]] = {}
     for who, (_, stages_of_role) in STAGES_BY_ROLE.items():
         for name, docs in stages_of_role.items():
-            kinds = SINGLE_KIND_STAGES.get(name, "cpu, wall")
-            processes.setdefault((name, kinds, docs), []).append(who)
-    lines += ["## Stages of a process", "", "| stage | process | in | time spent on |"]
-    lines += ["|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | {', '.join(roles)} | {kinds} | {docs} |"
-        for (name, kinds, docs), roles in processes.items()
-    ]
+            kinds = [SINGLE_KIND_STAGES[name]] if name in SINGLE_KIND_STAGES else ["cpu", "wall"]
+            stage_rows.setdefault(docs, []).extend(f"{kind}/{who}_{name}_seconds" for kind in kinds)
+    lines += ["## Stages of a process", "", "| metric, in s | time spent on |", "|---|---|"]
+    lines += [f"| {_list_names(names)} | {docs} |" for docs, names in stage_rows.items()]
     return _replace_between(page, METRICS_BEGIN, METRICS_END, ["", *lines, ""])
 
 

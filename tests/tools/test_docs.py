@@ -2,7 +2,6 @@
 
 import ast
 import fnmatch
-import itertools
 import re
 import shlex
 import tomllib
@@ -85,14 +84,8 @@ def test_the_table_of_metrics_is_made_from_the_catalogue():
     assert insert_metrics_table(text) == text
     assert insert_metrics_table(text.replace("| `reward/mean` |", "| `reward/old` |")) == text
     named = [name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`([^`]+)`", line)]
-    stages = re.findall(r"^\| `(\w+)` \| ([a-z, ]+) \| ([a-z, ]+) \|", text, re.MULTILINE)
-    named += [
-        f"{kind}/{process}_{stage}_seconds"
-        for stage, processes, kinds in stages
-        for process, kind in itertools.product(processes.split(", "), kinds.split(", "))
-    ]
     assert {*METRICS} <= {*named}
-    assert named.count("cpu/learner_model_seconds") == 1
+    assert len(re.findall(r"`cpu/learner_model_seconds`", text)) == 1
     with pytest.raises(ValueError, match="has no place"):
         insert_metrics_table("# A page\n")
 

@@ -179,6 +179,22 @@ class DPPOConfig(Section):
     and no further up."""
 
 
+class CPPOConfig(Section):
+    threshold: PositiveFloat = 0.2
+    """Threshold of |difference of probability| times a token's weight: 0.15 for dense models and
+    0.2 for a mixture in arXiv 2606.10968."""
+    weight_min: PositiveFloat = 0.8
+    """Weight of an episode's last token; the first has 1, and those between lie on a line. 1: every
+    token has the same threshold."""
+    budget: PositiveFloat = 0.02
+    """Weighted mean of |difference of probability| over the tokens before one, above which its
+    threshold is lower."""
+
+    def check_values(self) -> None:
+        if self.weight_min > 1:
+            raise ValueError("`weight_min` must be at most 1, which is the first token's weight")
+
+
 class CorrectionConfig(Section):
     """Masks for trained tokens that the policy loss leaves out because learner and rollout policy
     differ on them too much. The KL terms keep them, and denominators stay unchanged. Each mask is
@@ -250,6 +266,7 @@ BUILTIN_POLICY_LOSSES = (
     "cispo",
     "sapo",
     "dppo",
+    "cppo",
 )
 """The built-in values of `algorithm.policy_loss`."""
 
@@ -284,7 +301,7 @@ class AlgorithmConfig(Section):
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
     """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`,
-    `dppo`, or your own as `module:function`."""
+    `dppo`, `cppo`, or your own as `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
     the learner's before the step's first update (one more forward pass)."""
@@ -295,6 +312,7 @@ class AlgorithmConfig(Section):
     cispo: CISPOConfig = msgspec.field(default_factory=CISPOConfig)
     sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
     dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
+    cppo: CPPOConfig = msgspec.field(default_factory=CPPOConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)

@@ -138,6 +138,8 @@ class TokenBatch:
     """The number of episodes, S."""
     staleness: Tensor
     """int32 `[M]`: the learner's version minus the token's."""
+    turns: Tensor | None = None
+    """int32 `[M]`: the turn that sampled each token. None: an episode's tokens are in its order."""
     old_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the learner before the step's first update."""
     reference_logprobs: Tensor | None = None
@@ -292,4 +294,5 @@ def _build_loss_inputs(
         episode_index=batch.episode_index,
         num_episodes=batch.num_episodes,
         config=config,
+        turns=batch.turns,
     )

@@ -382,7 +382,9 @@ class Minibatch(TrainableMinibatch):
             is_in_micro_batch.index_fill_(0, rows, True)
             logprobs, entropies = merge_logprobs(columns["logprobs"], rows, logprobs, entropies)
         episodes, episode_index = np.unique(columns["episode"], return_inverse=True)
-        names = [name for name in (*LOSS_COLUMNS, "weights", "staleness") if name in columns]
+        names = [
+            name for name in (*LOSS_COLUMNS, "weights", "staleness", "turns") if name in columns
+        ]
         batch = TokenBatch(
             **{name: upload_array(columns[name], device) for name in names},
             episode_index=upload_array(episode_index, device),
@@ -408,6 +410,7 @@ class Minibatch(TrainableMinibatch):
             if "loss_weights" in table
             else equal_weights,
             "staleness": self.version - table["policy_version"][tokens.rows],
+            "turns": table["turn"][tokens.rows],
             "episode": tokens.episode_index,
         }
 

@@ -67,6 +67,8 @@ class LossInputs:
     """The number of episodes, S. Episodes are whole, with all their trained tokens, except for a
     `by_token` loss."""
     config: AlgorithmConfig
+    turns: Tensor | None = None
+    """int32 `[M]`: the turn that sampled each token; None: an episode's tokens are in its order."""
 
     def ratio(self) -> Tensor:
         """Return r, `[M]`, with gradient."""
@@ -259,6 +261,51 @@ def dppo_loss(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(torch.where(clipped, 0.0, -ratio * advantages), clipped)
 
 
+def cppo_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return CPPO's loss: `-M r A`, with `M = 0` where a token that moves further away exceeds its
+    threshold or the budget of its prefix, else 1.
+
+    Of an episode's trained tokens 1 .. T, with `D_t = |pi - pi_a|` as in `dppo_loss`, and weights
+    `w_t = 1 - (1 - weight_min) (t - 1) / (T - 1)`, it is `M_t = 1` where `A_t (r_t - 1) <= 0`, or
+
+        w_t D_t <= min(threshold, threshold + budget W_{t-1} - S_{t-1})
+
+    for the sums W of w and S of w D over the tokens before it, masked or not: an early token may
+    move less than a late one, and less after a prefix that moved more than `budget` in the mean.
+    CPPO with the binary-TV divergence and a constant budget, arXiv 2606.10968, eq. 8 to 11 and
+    algorithm 1. (Its runs on base models take each response's 90th percentile of D for the budget,
+    within budget .. 2 budget, eq. 22.) Its authors anchor on the rollout policy.
+    """
+    settings = inputs.config.cppo
+    ratio = inputs.ratio()
+    change = inputs.logprobs.detach().double().exp() - inputs.anchor_logprobs.double().exp()
+    place = _sum_prefixes(inputs, inputs.mask)
+    last = (inputs.episode_sum(inputs.mask) - 1).clamp(min=1)
+    weights = 1 - (1 - settings.weight_min) * place / last
+    moved = weights * change.abs()
+    slack = settings.budget * _sum_prefixes(inputs, weights) - _sum_prefixes(inputs, moved)
+    clipped = (inputs.advantages * change > 0) & (moved > settings.threshold + slack.clamp(max=0))
+    return PolicyLoss(torch.where(clipped, 0.0, -ratio * inputs.advantages), clipped)
+
+
+def _sum_prefixes(inputs: LossInputs, values: Tensor) -> Tensor:
+    """Return float64 `[M]`: the sum of `values` `[M]`, each within 0..1, over the tokens of the
+    episode before each token, in the order of its turns, within `inputs.mask`.
+
+    In integers, as multiples of 2^-40: exact whatever else is in the micro-batch, and deterministic
+    on a GPU, where torch has no such running sum of floats.
+    """
+    order = torch.arange(len(values), device=values.device)
+    for key in (inputs.turns, inputs.episode_index):
+        order = order if key is None else order[torch.argsort(key[order], stable=True)]
+    steps = (torch.where(inputs.mask, values, 0).double() * 2**40).round().long()[order]
+    running = steps.cumsum(0) - steps
+    episodes = inputs.episode_index[order]
+    first = torch.full((inputs.num_episodes,), 2**62, device=values.device)
+    first.scatter_reduce_(0, episodes, running, "amin")
+    return torch.empty_like(running).index_copy(0, order, running - first[episodes]) / 2**40
+
+
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
@@ -293,6 +340,7 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "cispo": cispo_loss,
     "sapo": sapo_loss,
     "dppo": dppo_loss,
+    "cppo": cppo_loss,
 }
 
 

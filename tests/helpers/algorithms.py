@@ -206,6 +206,16 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
         ):
             return 0.0, 0.0
         return -r * a, -r * a
+    if name == "cppo":
+        c, rows = config.cppo, [i for i in range(len(sample)) if kept[i]]
+        weights = [1 - (1 - c.weight_min) * i / max(len(rows) - 1, 1) for i in range(len(rows))]
+        moved = [
+            w * abs(math.exp(sample.logprobs[i]) - math.exp(anchors[i])) for w, i in zip(weights, rows, strict=True)
+        ]
+        at = rows.index(t)
+        budget = c.threshold + c.budget * math.fsum(weights[:at]) - math.fsum(moved[:at])
+        stays = a * (r - 1) <= 0 or moved[at] <= min(c.threshold, budget)
+        return (-r * a, -r * a) if stays else (0.0, 0.0)
     weight, settings, dual = 1.0, config.ppo, config.ppo.dual_clip
     if name == "gspo":
         rows = [i for i in range(len(sample)) if kept[i]]

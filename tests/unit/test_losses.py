@@ -115,6 +115,17 @@ def test_dppo_bounds_probability_and_not_its_ratio():
     check("dppo", bounds, given, [-10, -1.5, 0, 0, -0.8, 1.7], clipped=clipped, anchor=np.log(p).tolist())
 
 
+def test_cppo_narrows_with_the_drift_of_the_prefix_and_widens_with_the_position():
+    # Each token moves by 0.1: under 0.15 alone, but not after two that each used more than the budget of 0.02.
+    p, cppo = [0.1] * 4, {"threshold": 0.15, "weight_min": 1.0, "budget": 0.02}
+    given = ([2.0] * 4, [1, 1, -1, 1])
+    check("cppo", {"cppo": cppo}, given, [-2, 0, 2, 0], clipped=[False, True, False, True], anchor=np.log(p).tolist())
+    # Weights 1, 0.75, 0.5: the last may move twice as far as the first.
+    wide = {"threshold": 0.15, "weight_min": 0.5, "budget": 1.0}
+    given, p = ([1.3, 1.3, 1.3], [1, 1, 1]), [0.6, 0.6, 0.6]
+    check("cppo", {"cppo": wide}, given, [0, -1.3, -1.3], clipped=[True, False, False], anchor=np.log(p).tolist())
+
+
 def test_tis_clips_to_the_learner_before_the_step_and_weighs_by_the_rollout():
     clipped, old = [False, True, True], [-2 + np.log(2), -2 + np.log(4), -2.0]
     # u = 1.1, 1, 1.5; w = 2, 3 (of 4), 1.
@@ -177,7 +188,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
 
 
 def test_what_is_no_loss_is_refused_when_the_config_is_read():
-    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo\."
+    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, cppo\."
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
         load_config("quickstart", ["algorithm.policy_loss=zzz"])
 
@@ -204,6 +215,7 @@ KL, MAXRL = "[algorithm.rollout_kl]", {"advantage": "maxrl"}
         ({"ppo": {"clip_low": 0.0}}, "[algorithm.ppo] `clip_low` must be greater than 0"),
         ({"ppo": {"dual_clip": 1.0}}, "[algorithm.ppo] `dual_clip` must be more than 1"),
         ({"tis": {"cap": 0.0}}, "[algorithm.tis] `cap`"),
+        ({"cppo": {"weight_min": 1.1}}, "[algorithm.cppo] `weight_min` must be at most 1"),
         ({"policy_loss": "decoupled_ppo"}, 'here it is `algorithm.policy_loss="tis"` and `algorithm.tis.cap=5`'),
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
         ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),

@@ -262,7 +262,12 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> None:
 def configured(correction: dict[str, float] | None = None, minibatches: int = 1, **algorithm: object) -> Config:
     correction = dict(correction or {})
     schedule = {"minibatches_per_step": minibatches, "max_token_age": correction.pop("max_token_age", None)}
-    terms = {"entropy_coef": 0.1, "reference_kl": {"coef": 0.2}, "gspo": {"clip_low": 0.1, "clip_high": 0.1}}
+    terms = {
+        "entropy_coef": 0.1,
+        "reference_kl": {"coef": 0.2},
+        "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+        "cppo": {"threshold": 0.05, "weight_min": 0.5, "budget": 0.01},
+    }
     return config_from_dict(
         {
             "schedule": {k: v for k, v in schedule.items() if v is not None},
@@ -351,6 +356,7 @@ BANDS = {"geometric_low": 0.97, "geometric_high": 1.03, "product_low": 0.5, "pro
     "changes",
     [
         {"policy_loss": "gspo", "gspo": {"clip_low": 0.005, "clip_high": 0.005}},
+        {"policy_loss": "cppo"},
         {"policy_loss": OWN},
         *({"correction": {k: v}} for k, v in BANDS.items()),
     ],
@@ -384,7 +390,7 @@ def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     micro_batches = [with_logprobs(m, leaves) for m in pack_samples(parts[0], longest(LONG))]
     for loss in [*BUILTIN_POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        assert built(micro_batches, config).needs_global_logprobs == (loss in ("gspo", OWN))
+        assert built(micro_batches, config).needs_global_logprobs == (loss in ("gspo", "cppo", OWN))
     (together,) = pack_samples(parts[0], 10**6)
     assert not built([together], config).needs_global_logprobs
 

@@ -260,6 +260,7 @@ group needs several episodes."""
 
 BUILTIN_POLICY_LOSSES = (
     "truncated_pg",
+    "sequence_truncated_pg",
     "ppo",
     "tis",
     "gspo",
@@ -300,8 +301,8 @@ class AlgorithmConfig(Section):
     ] = "token_mean"
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
-    """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`,
-    `dppo`, `cppo`, or your own as `module:function`."""
+    """Policy loss (docs/algorithms.md): `truncated_pg`, `sequence_truncated_pg`, `ppo`, `tis`,
+    `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, or your own as `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
     the learner's before the step's first update (one more forward pass)."""

@@ -159,7 +159,7 @@ LOSS_VALUES = {
     # `loss_type` of verl's bypass mode
     "reinforce": (
         'algorithm.policy_loss="truncated_pg": its cap, `algorithm.truncated_pg.cap`, is the '
-        'threshold of `rollout_is="token"`'
+        'threshold of `rollout_is="token"`; "sequence" is "sequence_truncated_pg"'
     ),
     "ppo_clip": (
         'algorithm.policy_loss="ppo" + algorithm.anchor="rollout": with `algorithm.ppo.dual_clip=3` '

@@ -143,6 +143,22 @@ def truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
 
 
+def sequence_truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return the policy gradient with one truncated importance weight an episode:
+    `-sg(min(s, cap)) A log pi`, with `s = e^clamp(sum of (log pi - log pi_a), -20, 20)`.
+
+    With the rollout policy as the anchor, s is the whole importance weight of the episode, and no
+    further forward pass is needed: verl's bypass mode with `loss_type = "reinforce"` and
+    `rollout_is = "sequence"` (Liu, Li et al., "When Speed Kills Stability", 2025). The cap is that
+    of `truncated_pg_loss`.
+    """
+    log_ratio = inputs.episode_sum((inputs.logprobs - inputs.anchor_logprobs).detach())
+    ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
+    cap = inputs.config.truncated_pg.cap
+    value = -ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs
+    return PolicyLoss(value, ratio > cap, ratio > cap)
+
+
 @by_token
 def ppo_loss(inputs: LossInputs) -> PolicyLoss:
     """Return PPO's clipped loss: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` (arXiv
@@ -334,6 +350,7 @@ def _clip_to_bounds(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "truncated_pg": truncated_pg_loss,
+    "sequence_truncated_pg": sequence_truncated_pg_loss,
     "ppo": ppo_loss,
     "tis": tis_loss,
     "gspo": gspo_loss,

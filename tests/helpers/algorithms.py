@@ -192,6 +192,10 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
     if name == "truncated_pg":
         w = min(r, config.truncated_pg.cap)
         return -w * a * lp, -w * a
+    if name == "sequence_truncated_pg":
+        r = exp20(math.fsum(float(sample.logprobs[i] - anchors[i]) for i in range(len(sample)) if kept[i]))
+        w = min(r, config.truncated_pg.cap)
+        return -w * a * lp, -w * a
     if name == "cispo":
         w = clip(r, 1 - config.cispo.clip_low, 1 + config.cispo.clip_high)
         return -w * a * lp, -w * a

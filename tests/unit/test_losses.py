@@ -70,6 +70,12 @@ def test_bounds_of_truncated_pg_and_cispo_keep_every_token():
     check("cispo", {"cispo": {"clip_low": 0.2}}, ([0.1], [1]), [-0.8])
 
 
+def test_a_sequence_has_one_weight_the_capped_product_of_its_ratios():
+    given = ([0.5, 2.0, 1.5], [1, 1, -1])
+    check("sequence_truncated_pg", {}, given, [-1.5, -1.5, 1.5], clipped=[False] * 3)
+    check("sequence_truncated_pg", {"truncated_pg": {"cap": 1.2}}, given, [-1.2, -1.2, 1.2], clipped=[True] * 3)
+
+
 def test_ppo_stops_tokens_that_would_move_further_away():
     given, values = ([0.5, 0.5, 1.5, 1.5, 5.0], [1, -1, 1, -1, -1]), [-0.5, 0.8, -1.2, 1.5, 5]
     check("ppo", {}, given, [-0.5, 0, 0, 1.5, 5], values=values, clipped=[False, True, True, False, False])
@@ -188,7 +194,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
 
 
 def test_what_is_no_loss_is_refused_when_the_config_is_read():
-    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, cppo\."
+    says = r"no such loss; built in: truncated_pg, sequence_truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, cppo\."
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
         load_config("quickstart", ["algorithm.policy_loss=zzz"])
 

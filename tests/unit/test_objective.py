@@ -87,6 +87,9 @@ DRAWN = {
     "cppo": st.fixed_dictionaries({"threshold": BOUNDS, "weight_min": st.floats(0.05, 1.0), "budget": BOUNDS}).map(
         lambda drawn: {"policy_loss": "cppo", "cppo": drawn}
     ),
+    "sequence_truncated_pg": st.floats(0.1, 10.0).map(
+        lambda cap: {"policy_loss": "sequence_truncated_pg", "truncated_pg": {"cap": cap}}
+    ),
 }
 """Settings of losses and masks in which a token depends on others."""
 

@@ -357,6 +357,7 @@ BANDS = {"geometric_low": 0.97, "geometric_high": 1.03, "product_low": 0.5, "pro
     [
         {"policy_loss": "gspo", "gspo": {"clip_low": 0.005, "clip_high": 0.005}},
         {"policy_loss": "cppo"},
+        {"policy_loss": "sequence_truncated_pg"},
         {"policy_loss": OWN},
         *({"correction": {k: v}} for k, v in BANDS.items()),
     ],
@@ -390,7 +391,9 @@ def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     micro_batches = [with_logprobs(m, leaves) for m in pack_samples(parts[0], longest(LONG))]
     for loss in [*BUILTIN_POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        assert built(micro_batches, config).needs_global_logprobs == (loss in ("gspo", "cppo", OWN))
+        assert built(micro_batches, config).needs_global_logprobs == (
+            loss in ("sequence_truncated_pg", "gspo", "cppo", OWN)
+        )
     (together,) = pack_samples(parts[0], 10**6)
     assert not built([together], config).needs_global_logprobs
 

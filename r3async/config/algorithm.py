@@ -212,6 +212,10 @@ class CorrectionConfig(Section):
     product_low: float | None = None
     product_high: float | None = None
     """An episode is kept if the product of its tokens' ratios is within these bounds."""
+    veto_low: float | None = None
+    veto_high: float | None = None
+    """An episode is kept if the ratio of each of its tokens is within these bounds, for example
+    0.0001 and 100."""
     max_token_kl: float | None = None
     """An episode is kept if none of its tokens has a k3 above this."""
     numerator: Literal["learner", "recomputed"] = "learner"
@@ -232,7 +236,7 @@ class CorrectionConfig(Section):
             raise ValueError(
                 '`weight` needs `numerator` = "recomputed": its ratio is recomputed / rollout'
             )
-        for name in ("icepop", "geometric", "product"):
+        for name in ("icepop", "geometric", "product", "veto"):
             low = getattr(self, f"{name}_low")
             high = getattr(self, f"{name}_high")
             if low is not None and not 0 < low <= 1:

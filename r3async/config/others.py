@@ -612,6 +612,15 @@ EQUIVALENT_SETTINGS = {
         "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
         '"geometric"; of "product" product_low and product_high'
     ),
+    "rollout_token_veto_threshold": f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
+    "outlier_token_is_threshold_low": (
+        f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}"
+    ),
+    "outlier_token_is_threshold_high": (
+        f"algorithm.correction.veto_high=$value: with {_OLD_RATIO_NOTE}"
+    ),
+    "sequence_mask_low": "algorithm.correction.veto_low=$value",
+    "sequence_mask_high": "algorithm.correction.veto_high=$value",
     "geo_mask_low": f"algorithm.correction.geometric_low=$value: with {_OLD_RATIO_NOTE}",
     "geo_mask_high": f"algorithm.correction.geometric_high=$value: with {_OLD_RATIO_NOTE}",
     "product_mask_low": f"algorithm.correction.product_low=$value: with {_OLD_RATIO_NOTE}",

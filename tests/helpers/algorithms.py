@@ -169,6 +169,7 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | No
     if rows:
         whole &= inside(math.exp(sum(deltas.values()) / len(rows)), c.geometric_low, c.geometric_high)
         whole &= inside(math.exp(sum(deltas.values())), c.product_low, c.product_high)
+        whole &= all(inside(math.exp(d), c.veto_low, c.veto_high) for d in deltas.values())
         whole &= c.max_token_kl is None or max(k3(d) for d in deltas.values()) <= c.max_token_kl
     kept = []
     for t in range(len(sample)):

@@ -226,6 +226,7 @@ KL, MAXRL = "[algorithm.rollout_kl]", {"advantage": "maxrl"}
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
         ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),
         ({"correction": {"product_high": 0.5}}, "[algorithm.correction] `product_high` must be at least 1"),
+        ({"correction": {"veto_high": 0.9}}, "[algorithm.correction] `veto_high` must be at least 1"),
         ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
         ({"ratio_cap": 2.0, "policy_loss": "tis"}, "algorithm.truncated_pg.cap"),
         ({"correction": {"weight": "token"}}, "[algorithm.correction] `weight` needs `numerator`"),

@@ -90,6 +90,9 @@ DRAWN = {
     "sequence_truncated_pg": st.floats(0.1, 10.0).map(
         lambda cap: {"policy_loss": "sequence_truncated_pg", "truncated_pg": {"cap": cap}}
     ),
+    "veto": st.tuples(st.floats(0.01, 1.0), st.floats(1.0, 4.0), st.sampled_from(["learner", "recomputed"])).map(
+        lambda drawn: {"correction": dict(zip(("veto_low", "veto_high", "numerator"), drawn, strict=True))}
+    ),
 }
 """Settings of losses and masks in which a token depends on others."""
 

@@ -348,7 +348,14 @@ LONG: Groups = [
 """Episodes whose rows cannot be together in a small micro-batch."""
 
 
-BANDS = {"geometric_low": 0.97, "geometric_high": 1.03, "product_low": 0.5, "product_high": 2.0, "max_token_kl": 0.1}
+BANDS = {
+    "geometric_low": 0.97,
+    "geometric_high": 1.03,
+    "product_low": 0.5,
+    "product_high": 2.0,
+    "max_token_kl": 0.1,
+    "veto_high": 1.45,
+}
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

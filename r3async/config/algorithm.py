@@ -12,6 +12,7 @@ from r3async.config.others import find_equivalent_value
 from r3async.config.section import (
     ConfigError,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Section,
     SignedFloat,
@@ -183,16 +184,35 @@ class CPPOConfig(Section):
     threshold: PositiveFloat = 0.2
     """Threshold of |difference of probability| times a token's weight: 0.15 for dense models and
     0.2 for a mixture in arXiv 2606.10968."""
-    weight_min: PositiveFloat = 0.8
+    weight_min: PositiveFraction = 0.8
     """Weight of an episode's last token; the first has 1, and those between lie on a line. 1: every
     token has the same threshold."""
     budget: PositiveFloat = 0.02
     """Weighted mean of |difference of probability| over the tokens before one, above which its
     threshold is lower."""
 
+
+class ClipCovConfig(Section):
+    """A token's covariance is (log-prob - mean) (advantage - mean), with means over a minibatch."""
+
+    share: PositiveFraction = 2e-4
+    """Share of a minibatch's tokens that is left out of the loss, at least one; drawn among those
+    whose covariance is between `low` and `high`."""
+    low: float = 1.0
+    high: float = 5.0
+    """Bounds of that covariance."""
+
     def check_values(self) -> None:
-        if self.weight_min > 1:
-            raise ValueError("`weight_min` must be at most 1, which is the first token's weight")
+        if self.low >= self.high:
+            raise ValueError("`low` must be less than `high`, or no token is between them")
+
+
+class KLCovConfig(Section):
+    share: PositiveFraction = 2e-4
+    """Share of a minibatch's tokens that is penalised, at least one: those with the largest
+    covariance of log-prob and advantage."""
+    coef: PositiveFloat = 1.0
+    """Weight of the penalty, |log-ratio|."""
 
 
 class CorrectionConfig(Section):
@@ -272,6 +292,8 @@ BUILTIN_POLICY_LOSSES = (
     "sapo",
     "dppo",
     "cppo",
+    "clip_cov",
+    "kl_cov",
 )
 """The built-in values of `algorithm.policy_loss`."""
 
@@ -306,7 +328,8 @@ class AlgorithmConfig(Section):
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
     """Policy loss (docs/algorithms.md): `truncated_pg`, `sequence_truncated_pg`, `ppo`, `tis`,
-    `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, or your own as `module:function`."""
+    `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, `clip_cov`, `kl_cov`, or your own as
+    `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
     the learner's before the step's first update (one more forward pass)."""
@@ -318,6 +341,8 @@ class AlgorithmConfig(Section):
     sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
     dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
     cppo: CPPOConfig = msgspec.field(default_factory=CPPOConfig)
+    clip_cov: ClipCovConfig = msgspec.field(default_factory=ClipCovConfig)
+    kl_cov: KLCovConfig = msgspec.field(default_factory=KLCovConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)

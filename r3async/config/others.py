@@ -152,8 +152,13 @@ LOSS_VALUES = {
         'as there. Its `loss_type="reinforce"` is "truncated_pg"'
     ),
     "gpg": "- it is -A log pi without a ratio, the example of your own loss in docs/algorithms.md",
-    "clip_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
-    "kl_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
+    "clip_cov": (
+        'algorithm.policy_loss="clip_cov": tokens are chosen in a minibatch, not in each '
+        "micro-batch. Its clip range is `algorithm.ppo`"
+    ),
+    "kl_cov": (
+        'algorithm.policy_loss="kl_cov": tokens are chosen in a minibatch, not in each micro-batch'
+    ),
     "geo_mean": '- the loss by the mean ratio of an answer is `algorithm.policy_loss="gspo"`',
     "dro": "- the quadratic penalty is `algorithm.rollout_kl`, whose default estimator is k2",
     # `loss_type` of verl's bypass mode
@@ -612,6 +617,12 @@ EQUIVALENT_SETTINGS = {
         "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
         '"geometric"; of "product" product_low and product_high'
     ),
+    "clip_cov_ratio": "algorithm.clip_cov.share=$value",
+    "clip_cov_lb": "algorithm.clip_cov.low=$value",
+    "clip_cov_ub": "algorithm.clip_cov.high=$value",
+    "kl_cov_ratio": "algorithm.kl_cov.share=$value",
+    "kl_cov_frac": "algorithm.kl_cov.share=$value",
+    "ppo_kl_coef": 'algorithm.kl_cov.coef=$value: of `policy_loss="kl_cov"`',
     "rollout_token_veto_threshold": f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
     "outlier_token_is_threshold_low": (
         f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}"

@@ -45,6 +45,7 @@ LOSSES_OF_SECTIONS = {
 }
 """The policy losses that read each section of `algorithm` that is named as one."""
 LOSSES_OF_SECTIONS["truncated_pg"].append("sequence_truncated_pg")
+LOSSES_OF_SECTIONS["ppo"].append("clip_cov")
 
 
 def _make_loss_predicate(names: Sequence[str]) -> Callable[[Config], bool]:

@@ -69,6 +69,9 @@ class LossInputs:
     config: AlgorithmConfig
     turns: Tensor | None = None
     """int32 `[M]`: the turn that sampled each token; None: an episode's tokens are in its order."""
+    chosen: Tensor | None = None
+    """bool `[M]`: the tokens that the loss's choice among those of the whole minibatch has taken,
+    if `token_choice.TOKEN_CHOICES` has one."""
 
     def ratio(self) -> Tensor:
         """Return r, `[M]`, with gradient."""
@@ -322,6 +325,33 @@ def _sum_prefixes(inputs: LossInputs, values: Tensor) -> Tensor:
     return torch.empty_like(running).index_copy(0, order, running - first[episodes]) / 2**40
 
 
+@by_token
+def clip_cov_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return Clip-Cov's loss: that of `ppo_loss`, 0 for the chosen tokens, some of those that lower
+    the entropy most (`token_choice.choose_clip_cov`).
+
+    Clip-Cov, arXiv 2505.22617, eq. 12, with PPO's clipping as in its authors' code.
+    """
+    assert inputs.chosen is not None
+    loss = ppo_loss(inputs)
+    value = torch.where(inputs.chosen, 0.0, loss.value)
+    return PolicyLoss(value, loss.clipped | inputs.chosen, loss.high)
+
+
+@by_token
+def kl_cov_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return KL-Cov's loss: `-r A`, plus `coef |log pi - log pi_a|` for the chosen tokens, those
+    that lower the entropy most (`token_choice.choose_kl_cov`).
+
+    KL-Cov, arXiv 2505.22617, eq. 14, with its authors' estimate of the KL.
+    """
+    assert inputs.chosen is not None
+    away = (inputs.logprobs - inputs.anchor_logprobs).abs()
+    penalty = inputs.config.kl_cov.coef * torch.where(inputs.chosen, away, 0.0)
+    value = penalty - inputs.ratio() * inputs.advantages
+    return PolicyLoss(value, torch.zeros_like(inputs.mask))
+
+
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
@@ -358,6 +388,8 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "sapo": sapo_loss,
     "dppo": dppo_loss,
     "cppo": cppo_loss,
+    "clip_cov": clip_cov_loss,
+    "kl_cov": kl_cov_loss,
 }
 
 

@@ -33,6 +33,8 @@ class Tokens:
     weights: np.ndarray
     ages: np.ndarray
     mask: np.ndarray
+    chosen: np.ndarray
+    """Tokens that a loss has chosen among those of the minibatch."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -62,7 +64,7 @@ def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, maske
         columns = {k: v.astype(np.float32).astype(np.float64) for k, v in columns.items()}
         for name in ("rollout", "old", "reference", "advantages", "weights"):
             columns[name][~mask] = rng.choice([np.nan, np.inf, -np.inf], np.count_nonzero(~mask))
-        samples.append(Tokens(**columns, ages=rng.integers(0, 5, n), mask=mask))
+        samples.append(Tokens(**columns, ages=rng.integers(0, 5, n), mask=mask, chosen=np.arange(n) % 3 == seed % 3))
     return samples
 
 
@@ -83,6 +85,7 @@ def batch_of(
         ),
         num_episodes=len(samples),
         staleness=column("ages").to(torch.int32),
+        chosen=column("chosen").bool(),
         old_logprobs=column("old"),
         reference_logprobs=column("reference"),
     )
@@ -221,6 +224,11 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
         budget = c.threshold + c.budget * math.fsum(weights[:at]) - math.fsum(moved[:at])
         stays = a * (r - 1) <= 0 or moved[at] <= min(c.threshold, budget)
         return (-r * a, -r * a) if stays else (0.0, 0.0)
+    if name == "clip_cov" and sample.chosen[t]:
+        return 0.0, 0.0
+    if name == "kl_cov":
+        coef = config.kl_cov.coef * bool(sample.chosen[t])
+        return coef * abs(lp - anchor) - r * a, coef * np.sign(lp - anchor) - r * a
     weight, settings, dual = 1.0, config.ppo, config.ppo.dual_clip
     if name == "gspo":
         rows = [i for i in range(len(sample)) if kept[i]]

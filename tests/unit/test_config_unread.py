@@ -74,6 +74,7 @@ def test_the_command_line_and_python_refuse_it_alike(tmp_path):
 
 READ = [
     ["algorithm.policy_loss=ppo", "algorithm.ppo.clip_high=0.28"],
+    ["algorithm.policy_loss=clip_cov", "algorithm.ppo.clip_high=0.28"],
     ["algorithm.policy_loss=sequence_truncated_pg", "algorithm.truncated_pg.cap=3"],
     [f"algorithm.policy_loss={__name__}:own_loss", "algorithm.loss_args.x=1", "algorithm.ppo.clip_low=0.1"],
     ["evaluation.every_steps=5", "evaluation.samples_per_task=8"],

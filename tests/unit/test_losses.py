@@ -37,6 +37,7 @@ def inputs(config: AlgorithmConfig, ratios: list[float], advantages: list[float]
         episode_index=torch.zeros(len(ratios), dtype=torch.int64),
         num_episodes=1,
         config=config,
+        chosen=torch.zeros(len(ratios), dtype=torch.bool),
     )
 
 
@@ -194,7 +195,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
 
 
 def test_what_is_no_loss_is_refused_when_the_config_is_read():
-    says = r"no such loss; built in: truncated_pg, sequence_truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, cppo\."
+    says = r"no such loss; built in: truncated_pg, sequence_truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, cppo, clip_cov, kl_cov\."
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
         load_config("quickstart", ["algorithm.policy_loss=zzz"])
 
@@ -221,6 +222,9 @@ KL, MAXRL = "[algorithm.rollout_kl]", {"advantage": "maxrl"}
         ({"ppo": {"clip_low": 0.0}}, "[algorithm.ppo] `clip_low` must be greater than 0"),
         ({"ppo": {"dual_clip": 1.0}}, "[algorithm.ppo] `dual_clip` must be more than 1"),
         ({"tis": {"cap": 0.0}}, "[algorithm.tis] `cap`"),
+        ({"clip_cov": {"share": 2.0}}, "[algorithm.clip_cov] `share` must be at most 1"),
+        ({"clip_cov": {"low": 5.0}}, "[algorithm.clip_cov] `low` must be less than `high`"),
+        ({"kl_cov": {"share": 2.0}}, "[algorithm.kl_cov] `share` must be at most 1"),
         ({"cppo": {"weight_min": 1.1}}, "[algorithm.cppo] `weight_min` must be at most 1"),
         ({"policy_loss": "decoupled_ppo"}, 'here it is `algorithm.policy_loss="tis"` and `algorithm.tis.cap=5`'),
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),

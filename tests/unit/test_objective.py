@@ -90,6 +90,10 @@ DRAWN = {
     "sequence_truncated_pg": st.floats(0.1, 10.0).map(
         lambda cap: {"policy_loss": "sequence_truncated_pg", "truncated_pg": {"cap": cap}}
     ),
+    "clip_cov": st.tuples(BOUNDS, BOUNDS).map(
+        lambda drawn: {"policy_loss": "clip_cov", "ppo": dict(zip(("clip_low", "clip_high"), drawn, strict=True))}
+    ),
+    "kl_cov": st.floats(0.01, 3.0).map(lambda coef: {"policy_loss": "kl_cov", "kl_cov": {"coef": coef}}),
     "veto": st.tuples(st.floats(0.01, 1.0), st.floats(1.0, 4.0), st.sampled_from(["learner", "recomputed"])).map(
         lambda drawn: {"correction": dict(zip(("veto_low", "veto_high", "numerator"), drawn, strict=True))}
     ),
@@ -204,6 +208,18 @@ def test_logprobs_that_the_configuration_needs_must_be_there():
         lacking = dataclasses.replace(batch, **{f"{name}_logprobs": None})
         with pytest.raises(ValueError, match=f"needs `{name}_logprobs`"):
             compute_loss(lacking, logprobs, entropies, algorithm(**changes), rollout_kl_coef=0.0)
+
+
+def test_tokens_that_a_loss_chooses_must_be_there():
+    batch, logprobs, entropies = batch_of(make_samples(0, [3]))
+    with pytest.raises(ValueError, match="needs `chosen`"):
+        compute_loss(
+            dataclasses.replace(batch, chosen=None),
+            logprobs,
+            entropies,
+            algorithm(policy_loss="kl_cov"),
+            rollout_kl_coef=0.0,
+        )
 
 
 def test_figures_against_single_tokens():

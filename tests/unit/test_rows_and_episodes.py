@@ -25,6 +25,7 @@ from r3async.learner.minibatch import build_minibatch
 from r3async.learner.policy_loss import LossInputs, PolicyLoss
 from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.rank_group import RankGroup
+from r3async.learner.token_choice import TOKEN_CHOICES
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import EpisodeSamples
 from tests.helpers.algorithms import distance
@@ -267,6 +268,8 @@ def configured(correction: dict[str, float] | None = None, minibatches: int = 1,
         "reference_kl": {"coef": 0.2},
         "gspo": {"clip_low": 0.1, "clip_high": 0.1},
         "cppo": {"threshold": 0.05, "weight_min": 0.5, "budget": 0.01},
+        "clip_cov": {"share": 0.2, "low": 0.0},
+        "kl_cov": {"share": 0.2},
     }
     return config_from_dict(
         {
@@ -364,6 +367,7 @@ BANDS = {
     [
         {"policy_loss": "gspo", "gspo": {"clip_low": 0.005, "clip_high": 0.005}},
         {"policy_loss": "cppo"},
+        {"policy_loss": "clip_cov"},
         {"policy_loss": "sequence_truncated_pg"},
         {"policy_loss": OWN},
         *({"correction": {k: v}} for k, v in BANDS.items()),
@@ -398,11 +402,10 @@ def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     micro_batches = [with_logprobs(m, leaves) for m in pack_samples(parts[0], longest(LONG))]
     for loss in [*BUILTIN_POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        assert built(micro_batches, config).needs_global_logprobs == (
-            loss in ("sequence_truncated_pg", "gspo", "cppo", OWN)
-        )
-    (together,) = pack_samples(parts[0], 10**6)
-    assert not built([together], config).needs_global_logprobs
+        takes_episodes = loss in ("sequence_truncated_pg", "gspo", "cppo", OWN)
+        chooses = loss in TOKEN_CHOICES
+        assert built(micro_batches, config).needs_global_logprobs == (takes_episodes or chooses)
+        assert built(pack_samples(parts[0], 10**6), config).needs_global_logprobs == chooses
 
 
 def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
@@ -411,6 +414,8 @@ def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
     built(bare, configured())
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
         built(bare, configured(policy_loss="gspo"))
+    with pytest.raises(LearnerError, match=r"'kl_cov'.*chooses tokens of the whole minibatch.*column 'place'"):
+        built(bare, configured(policy_loss="kl_cov"))
 
 
 @pytest.mark.parametrize("advantage", choices("advantage"))

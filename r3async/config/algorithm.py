@@ -215,6 +215,12 @@ class KLCovConfig(Section):
     """Weight of the penalty, |log-ratio|."""
 
 
+class M2POConfig(Section):
+    limit: PositiveFloat = 0.04
+    """Mean of the squared log-ratio over a minibatch's tokens that move further away, above which
+    the furthest are left out."""
+
+
 class CorrectionConfig(Section):
     """Masks for trained tokens that the policy loss leaves out because learner and rollout policy
     differ on them too much. The KL terms keep them, and denominators stay unchanged. Each mask is
@@ -294,6 +300,7 @@ BUILTIN_POLICY_LOSSES = (
     "cppo",
     "clip_cov",
     "kl_cov",
+    "m2po",
 )
 """The built-in values of `algorithm.policy_loss`."""
 
@@ -328,7 +335,7 @@ class AlgorithmConfig(Section):
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
     """Policy loss (docs/algorithms.md): `truncated_pg`, `sequence_truncated_pg`, `ppo`, `tis`,
-    `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, `clip_cov`, `kl_cov`, or your own as
+    `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, `clip_cov`, `kl_cov`, `m2po`, or your own as
     `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
@@ -343,6 +350,7 @@ class AlgorithmConfig(Section):
     cppo: CPPOConfig = msgspec.field(default_factory=CPPOConfig)
     clip_cov: ClipCovConfig = msgspec.field(default_factory=ClipCovConfig)
     kl_cov: KLCovConfig = msgspec.field(default_factory=KLCovConfig)
+    m2po: M2POConfig = msgspec.field(default_factory=M2POConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)

@@ -623,6 +623,7 @@ EQUIVALENT_SETTINGS = {
     "kl_cov_ratio": "algorithm.kl_cov.share=$value",
     "kl_cov_frac": "algorithm.kl_cov.share=$value",
     "ppo_kl_coef": 'algorithm.kl_cov.coef=$value: of `policy_loss="kl_cov"`',
+    "m2_threshold": 'algorithm.m2po.limit=$value: of `policy_loss="m2po"`',
     "rollout_token_veto_threshold": f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
     "outlier_token_is_threshold_low": (
         f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}"

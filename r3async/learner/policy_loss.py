@@ -352,6 +352,19 @@ def kl_cov_loss(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(value, torch.zeros_like(inputs.mask))
 
 
+@by_token
+def m2po_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return M2PO's loss: `-r A`, 0 for the chosen tokens, those that move furthest away
+    (`token_choice.choose_m2po`).
+
+    M2PO, arXiv 2510.01161, eq. 5. Its ratio is to the policy that sampled.
+    """
+    assert inputs.chosen is not None
+    return PolicyLoss(
+        torch.where(inputs.chosen, 0.0, -inputs.ratio() * inputs.advantages), inputs.chosen
+    )
+
+
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
@@ -390,6 +403,7 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "cppo": cppo_loss,
     "clip_cov": clip_cov_loss,
     "kl_cov": kl_cov_loss,
+    "m2po": m2po_loss,
 }
 
 

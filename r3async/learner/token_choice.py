@@ -63,9 +63,23 @@ def choose_kl_cov(
     return _sort_by(-covariance, columns)[: _count_share(config.kl_cov.share, len(covariance))]
 
 
+def choose_m2po(
+    columns: TokenColumns, config: AlgorithmConfig, generator: np.random.Generator
+) -> np.ndarray:
+    """Choose the tokens with the largest `(log r)^2` that move further away, `A log r > 0`, until
+    its mean over those that are left is at most `limit` (M2PO, arXiv 2510.01161, algorithm 1)."""
+    log_ratio = _compute_log_ratio(columns, config)
+    moment = np.square(log_ratio)
+    order = _sort_by(moment, columns)
+    order = order[(columns["advantages"] * log_ratio > 0)[order]]
+    means = np.cumsum(moment[order]) / np.arange(1, len(order) + 1)
+    return order[np.count_nonzero(means <= config.m2po.limit) :]
+
+
 TOKEN_CHOICES: dict[str, TokenChoice] = {
     "clip_cov": choose_clip_cov,
     "kl_cov": choose_kl_cov,
+    "m2po": choose_m2po,
 }
 """The choices, by the names of `algorithm.policy_loss`."""
 

@@ -229,6 +229,8 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
     if name == "kl_cov":
         coef = config.kl_cov.coef * bool(sample.chosen[t])
         return coef * abs(lp - anchor) - r * a, coef * np.sign(lp - anchor) - r * a
+    if name == "m2po":
+        return (0.0, 0.0) if sample.chosen[t] else (-r * a, -r * a)
     weight, settings, dual = 1.0, config.ppo, config.ppo.dual_clip
     if name == "gspo":
         rows = [i for i in range(len(sample)) if kept[i]]

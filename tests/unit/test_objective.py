@@ -94,6 +94,7 @@ DRAWN = {
         lambda drawn: {"policy_loss": "clip_cov", "ppo": dict(zip(("clip_low", "clip_high"), drawn, strict=True))}
     ),
     "kl_cov": st.floats(0.01, 3.0).map(lambda coef: {"policy_loss": "kl_cov", "kl_cov": {"coef": coef}}),
+    "m2po": st.sampled_from(["rollout", "recomputed"]).map(lambda anchor: {"policy_loss": "m2po", "anchor": anchor}),
     "veto": st.tuples(st.floats(0.01, 1.0), st.floats(1.0, 4.0), st.sampled_from(["learner", "recomputed"])).map(
         lambda drawn: {"correction": dict(zip(("veto_low", "veto_high", "numerator"), drawn, strict=True))}
     ),

@@ -270,6 +270,7 @@ def configured(correction: dict[str, float] | None = None, minibatches: int = 1,
         "cppo": {"threshold": 0.05, "weight_min": 0.5, "budget": 0.01},
         "clip_cov": {"share": 0.2, "low": 0.0},
         "kl_cov": {"share": 0.2},
+        "m2po": {"limit": 0.01},
     }
     return config_from_dict(
         {
@@ -368,6 +369,7 @@ BANDS = {
         {"policy_loss": "gspo", "gspo": {"clip_low": 0.005, "clip_high": 0.005}},
         {"policy_loss": "cppo"},
         {"policy_loss": "clip_cov"},
+        {"policy_loss": "m2po"},
         {"policy_loss": "sequence_truncated_pg"},
         {"policy_loss": OWN},
         *({"correction": {k: v}} for k, v in BANDS.items()),

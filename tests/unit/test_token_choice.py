@@ -86,6 +86,17 @@ def test_kl_cov_takes_the_largest(columns, share):
     assert not rest or min(values[t] for t in chosen) >= max(rest) - 1e-12
 
 
+@given(columns, st.floats(1e-4, 2.0), st.sampled_from(["rollout", "recomputed"]))
+def test_m2po_drops_the_furthest_until_the_mean_of_the_rest_is_within_the_limit(columns, limit, anchor):
+    anchors = columns["rollout_logprobs" if anchor == "rollout" else "old_logprobs"].astype(float)
+    log_ratios = columns["logprobs"].astype(float) - anchors
+    left = {t: d * d for t, d in enumerate(log_ratios) if columns["advantages"][t] * d > 0}
+    while left and sum(left.values()) / len(left) > limit:  # algorithm 1 of arXiv 2510.01161
+        del left[max(left, key=left.__getitem__)]
+    moving = {t for t, d in enumerate(log_ratios) if columns["advantages"][t] * d > 0}
+    assert choose(columns, policy_loss="m2po", anchor=anchor, m2po={"limit": limit}) == moving - set(left)
+
+
 @given(columns, st.sampled_from(sorted(TOKEN_CHOICES)), st.data())
 def test_a_choice_does_not_depend_on_the_order_of_the_columns(columns, name, data):
     order = np.asarray(data.draw(st.permutations(range(len(columns["place"])))))

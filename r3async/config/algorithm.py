@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -284,9 +284,9 @@ class OverlongPenaltyConfig(Section):
     factor: PositiveFloat = 1.0
 
 
-GROUP_RELATIVE_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
-"""Values of `algorithm.advantage` that compare an episode with the others of its group, so that a
-group needs several episodes."""
+BUILTIN_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+"""The built-in values of `algorithm.advantage`. All but `reinforce_pp`, and your own, compare an
+episode with the others of its group, so that a group needs several episodes."""
 
 BUILTIN_POLICY_LOSSES = (
     "truncated_pg",
@@ -314,10 +314,9 @@ class RouterAuxConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"
-    ] = "grpo"
-    """Advantage estimator; docs/algorithms.md has the formulas."""
+    advantage: str = "grpo"
+    """Advantage estimator (docs/algorithms.md has the formulas): `grpo`, `dr_grpo`, `rloo`,
+    `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, or your own as `module:function`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
     compared with the same turn of its group, if every turn is rewarded for its own answer.
@@ -352,7 +351,7 @@ class AlgorithmConfig(Section):
     kl_cov: KLCovConfig = msgspec.field(default_factory=KLCovConfig)
     m2po: M2POConfig = msgspec.field(default_factory=M2POConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
+    """Arguments for your own policy loss or advantage, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
     entropy_coef: SignedFloat = 0.0
     """Weight of the entropy bonus."""
@@ -375,16 +374,20 @@ class AlgorithmConfig(Section):
                 '"recomputed", and a `policy_loss` other than '
                 "'tis', which has it"
             )
-        if self.policy_loss not in BUILTIN_POLICY_LOSSES and ":" not in self.policy_loss:
-            hint = find_equivalent_value("policy_loss", self.policy_loss) or did_you_mean(
-                self.policy_loss,
-                BUILTIN_POLICY_LOSSES,
-                f"built in: {', '.join(BUILTIN_POLICY_LOSSES)}.",
-            )
-            raise ValueError(
-                f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is "
-                "`module:function`."
-            )
+        _check_function_name("policy_loss", self.policy_loss, BUILTIN_POLICY_LOSSES)
+        _check_function_name("advantage", self.advantage, BUILTIN_ADVANTAGES)
+
+
+def _check_function_name(key: str, value: str, builtin: Sequence[str]) -> None:
+    """Raise `ValueError` for a `value` that is neither built in nor the name of a function."""
+    if value in builtin or ":" in value:
+        return
+    hint = find_equivalent_value(key, value) or did_you_mean(
+        value, builtin, f"built in: {', '.join(builtin)}."
+    )
+    raise ValueError(
+        f"`{key}` = {value!r}: there is none of that name; {hint} Your own is `module:function`."
+    )
 
 
 def check_policy_loss(config: AlgorithmConfig) -> None:
@@ -397,17 +400,25 @@ def check_policy_loss(config: AlgorithmConfig) -> None:
 def import_policy_loss(path: str) -> Callable[..., Any]:
     """Return the function at `module:function`. Raises `ConfigError` if there is none that
     takes one argument."""
+    return _import_function("policy_loss", path, "the loss inputs")
+
+
+def import_advantage(path: str) -> Callable[..., Any]:
+    """Return the function at `module:function`. Raises `ConfigError` if there is none that
+    takes one argument."""
+    return _import_function("advantage", path, "the scores of a group")
+
+
+def _import_function(key: str, path: str, argument: str) -> Callable[..., Any]:
     try:
         function = import_object(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
-        raise ConfigError(
-            f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}"
-        ) from error
+        raise ConfigError(f"[algorithm] `{key}` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"[algorithm] `policy_loss` = {path!r} must be a function of one argument, the loss "
-            f"inputs: {error}"
+            f"[algorithm] `{key}` = {path!r} must be a function of one argument, {argument}: "
+            f"{error}"
         ) from error
     return function

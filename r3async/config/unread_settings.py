@@ -94,8 +94,8 @@ READ_CONDITIONS = (
     ),
     ReadCondition(
         ("algorithm.loss_args",),
-        "`algorithm.policy_loss` = module:function, a loss of your own",
-        lambda c: ":" in c.algorithm.policy_loss,
+        "`algorithm.policy_loss` or `algorithm.advantage` = module:function, one of your own",
+        lambda c: ":" in c.algorithm.policy_loss + c.algorithm.advantage,
     ),
     ReadCondition(
         ("algorithm.correction.weight_cap",),

@@ -195,7 +195,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
 
 
 def test_what_is_no_loss_is_refused_when_the_config_is_read():
-    says = rf"no such loss; built in: {', '.join(NAMES)}\."
+    says = rf"there is none of that name; built in: {', '.join(NAMES)}\."
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
         load_config("quickstart", ["algorithm.policy_loss=zzz"])
 

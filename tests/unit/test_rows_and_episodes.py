@@ -15,7 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import BUILTIN_POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, RowsMode, config_from_dict
+from r3async.config import (
+    BUILTIN_ADVANTAGES,
+    BUILTIN_POLICY_LOSSES,
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    RowsMode,
+    config_from_dict,
+)
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.learner import LearnerError
@@ -228,6 +236,8 @@ Groups = list[list[list[Said]]]
 
 def choices(name: str) -> list[str]:
     """The values that `algorithm.NAME` may have, from the configuration itself."""
+    if name == "advantage":
+        return list(BUILTIN_ADVANTAGES)
     return list(typing.get_args(typing.get_type_hints(AlgorithmConfig)[name]))
 
 

@@ -128,9 +128,18 @@ def test_cppo_narrows_with_the_drift_of_the_prefix_and_widens_with_the_position(
     given = ([2.0] * 4, [1, 1, -1, 1])
     check("cppo", {"cppo": cppo}, given, [-2, 0, 2, 0], clipped=[False, True, False, True], anchor=np.log(p).tolist())
     # Weights 1, 0.75, 0.5: the last may move twice as far as the first.
-    wide = {"threshold": 0.15, "weight_min": 0.5, "budget": 1.0}
+    wide = {"threshold": 0.14, "weight_min": 0.5, "budget": 1.0}
     given, p = ([1.3, 1.3, 1.3], [1, 1, 1]), [0.6, 0.6, 0.6]
     check("cppo", {"cppo": wide}, given, [0, -1.3, -1.3], clipped=[True, False, False], anchor=np.log(p).tolist())
+
+
+def test_a_prefix_of_cppo_is_in_the_order_of_turns():
+    # Between the first two rows a turn has not moved, which leaves more of the budget.
+    config = algorithm(cppo={"threshold": 0.15, "weight_min": 1.0, "budget": 0.04})
+    made = inputs(config, [2.0, 2.0, 1.0], [1, 1, 1], anchor=[math.log(0.1)] * 3)
+    assert POLICY_LOSSES["cppo"](made).clipped.tolist() == [False, True, False]
+    turns = torch.tensor([0, 2, 1], dtype=torch.int32)
+    assert POLICY_LOSSES["cppo"](replace(made, turns=turns)).clipped.tolist() == [False] * 3
 
 
 def test_tis_clips_to_the_learner_before_the_step_and_weighs_by_the_rollout():

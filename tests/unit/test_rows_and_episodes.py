@@ -1,5 +1,6 @@
 """An episode is trained alike as one row and as many: the same gradient for every loss, reduction, correction and credit."""
 
+import itertools
 import sys
 import threading
 import types
@@ -394,6 +395,20 @@ def test_episodes_in_several_micro_batches_and_ranks_are_judged_whole(changes, m
     judged = "masked_sequence_fraction" if "correction" in changes else "clipped_fraction"
     if changes.get("policy_loss") != OWN:
         assert 0 < sum(m[f"rollout_corr/{judged}"] for m in got.metrics) < minibatches, "some, and not all"
+
+
+def test_prefixes_follow_the_turns_and_not_the_rows():
+    """Every other turn is a row of its own, behind the row that goes on after it."""
+    kinds = itertools.cycle(("on", "aside"))
+    groups = [[[Said(2, 4, 5, float(e), next(kinds)) for _ in range(6)] for e in range(4)]]
+    leaves = leaves_of(groups, 1, lost=0.0)
+    merged, single = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
+    assert len(merged[0][0].samples) < len(single[0][0].samples)
+    for budget in (0.03, 0.06, 0.09, 0.12):
+        config = configured(policy_loss="cppo", cppo={"threshold": 0.1, "weight_min": 0.3, "budget": budget})
+        want = trained(merged, leaves, config)
+        same(trained(single, leaves, config, ranks=2, cap=longest(groups)), want)
+        assert 0 < want.metrics[0]["rollout_corr/clipped_fraction"] < 1
 
 
 @pytest.mark.parametrize("reduction", choices("reduction"))

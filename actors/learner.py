@@ -277,7 +277,7 @@ class LearnerActor:
         )
 
     async def start_listening(
-        self, routing: dict[str, int] | None, transport: str, probe_tokens: list[int] | None = None
+        self, routing: dict[str, Any] | None, transport: str, probe_tokens: list[int] | None = None
     ) -> dict[str, Any]:
         """Recover what the spool kept, and bind the socket.
 

@@ -536,4 +536,6 @@ def _estimate_engine_step(shape: ModelShape, config: Config, tp: int) -> int:
     )
     layer = 4 * shape.hidden_size + max(experts, 3 * shape.mlp_width // tp)
     routes = 4 * shape.num_layers * shape.top_k if shape.moe_layers else 0
+    if config.routing.gates == "rollout":
+        routes *= 2
     return tokens * (width * layer + routes) + 8 * config.generator.concurrency * shape.vocab_size

@@ -123,6 +123,7 @@ def count_wire_bytes(routing: RoutingShape | None) -> int:
             column.name in LEARNER_COLUMNS
             or (column.optional and routing is None)
             or column.holds_sets
+            or (column.name == "routed_weights" and not (routing and routing.has_gates))
         ):
             continue
         wide = column.inner_dims and routing is not None and routing.num_experts > 256
@@ -142,7 +143,11 @@ def make_run_plan(config: Config) -> RunPlan:
     on_gpus = shape.num_parameters > GPU_PARAMETERS
     rank = estimate_rank_memory(shape, config)
     engine = estimate_engine_memory(shape, config)
-    routing = shape.routing_shape if config.routing.replay == "rollout" else None
+    recorded = shape.routing_shape
+    if recorded is not None:
+        has_gates = config.routing.gates == "rollout"
+        recorded = msgspec.structs.replace(recorded, has_gates=has_gates)
+    routing = recorded if config.routing.replay == "rollout" else None
     schedule = config.schedule
     slots = count_slots(schedule)
     episodes = schedule.prompts_per_step * schedule.group_size
@@ -165,7 +170,7 @@ def make_run_plan(config: Config) -> RunPlan:
         tokens_per_step=episodes * tokens,
         wire_bytes_per_token=per_token,
         wire_bytes_per_step=episodes * (tokens * per_token + TRAJECTORY_HEADER_BYTES),
-        buffer_bytes=max_buffer_bytes(config, shape.routing_shape),
+        buffer_bytes=max_buffer_bytes(config, recorded),
         version_bytes=written.version_bytes,
         adapter_bytes=adapter_bytes,
         write_seconds=config.supervise.limits.version_write(written.version_bytes),

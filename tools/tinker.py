@@ -63,6 +63,8 @@ def build_tinker_config(model: str, overrides: Sequence[str]) -> Config:
         )
     if config.routing.replay != "rollout":
         raise ConfigError('`routing.replay` must be "rollout": clients train on recorded routes')
+    if config.routing.gates != "learner":
+        raise ConfigError('`routing.gates` must be "learner": the server keeps no gates')
     return config
 
 

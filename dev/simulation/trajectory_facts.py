@@ -12,7 +12,7 @@ import numpy as np
 from dev.simulation.history import RolloutFacts
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Sample, Trajectory
-from r3async.rollout.scripted import scripted_logprobs, scripted_route_rows
+from r3async.rollout.scripted import scripted_gates, scripted_logprobs, scripted_route_rows
 
 WeightsKeys = Mapping[tuple[int, int], int]
 """Keys that identify weights (the checksum of their digest), by lineage and version."""
@@ -92,4 +92,8 @@ def _find_route_mismatch(
     rows = scripted_route_rows(fed, versions, table["token_ids"][fed], routing)
     if not (table["routed_experts"][fed] == rows)[recorded].all():
         return f"{sample.sample_id} has routes of another token, or of other weights"
+    if "routed_weights" in table:
+        gates = table["routed_weights"][fed]
+        if not (gates == scripted_gates(rows))[recorded].all():
+            return f"{sample.sample_id} has gates of another token, or of other weights"
     return ""

@@ -29,6 +29,8 @@ NEXT_STEP_STALLS = 7.5
 CALL_STALLS = 0.9
 """Maximum time of a call of the environment, after which its process is ended, in
 `stall_seconds`."""
+GATED_SEEDS = 4
+"""One of so many runs replays the engine's gates."""
 MAX_TRAJECTORY_BYTES = 64 * 1024
 """Maximum size of one trajectory in bytes."""
 VERSION_BYTES = 400
@@ -206,7 +208,10 @@ class SimulatedWorkload(msgspec.Struct, frozen=True):
                 else {},
             },
             "algorithm": {"filter_zero_variance": bool(self.replacement_limit)},
-            "routing": {"trace": "off"},
+            "routing": {
+                "trace": "off",
+                "gates": "learner" if self.seed % GATED_SEEDS else "rollout",
+            },
             "learner": {
                 "backend": "scripted",
                 "max_tokens_per_micro_batch": 1024,

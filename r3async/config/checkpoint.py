@@ -9,8 +9,8 @@ class CheckpointConfig(Section):
     every_steps: int = 100
     """Steps between two checkpoints. 0: none by steps."""
     every_minutes: float = 30.0
-    """Minutes after which a step is followed by a checkpoint anyway. 0: none by time. With both 0
-    there is one only at a stop."""
+    """Minutes after which the next step is followed by a checkpoint anyway. 0: none by time. With
+    both 0, only a stop and the last step make one."""
     keep_last: PositiveInt = 3
     """Number of newest checkpoints to keep; the newest intact one is always kept."""
     keep_every: int = 0
@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     """Evaluation metric whose best checkpoint is kept for good: `reward_mean`, `pass@K`, or a
     set's, as `greedy/reward_mean`. Each evaluated step then has a checkpoint. Empty: none."""
     asynchronous: bool = True
-    """Write checkpoints during the next steps, from a copy in host memory (12 bytes a parameter
+    """Write checkpoints during the next steps, from a copy in host memory (12 bytes per parameter
     over all ranks)."""
     directory: str = ""
     """Directory of the checkpoints. Default: `checkpoints` in the run's directory."""

@@ -15,8 +15,8 @@ class ClusterConfig(Section):
     """GPUs of one host, used by the plan. Tensor-parallel ranks are on one host, and so is each
     engine."""
     wait_seconds: PositiveFloat = 10.0
-    """Seconds that a run waits for GPUs and CPUs that others use, before it ends with what is
-    free."""
+    """Seconds that a run waits for GPUs and CPUs that others use, before it ends and lists the free
+    ones."""
     interface: str = ""
     """Network interface (`eth0`) for the learner's ranks, NCCL and gloo. Empty: the one by which
     Ray knows a host."""

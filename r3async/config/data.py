@@ -28,10 +28,10 @@ class DataConfig(Section):
     in a run's `config.toml`."""
 
     path: str = ""
-    """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files or of
-    `datasets.save_to_disk`, or a dataset id on the Hugging Face hub. Relative paths start where
-    the run was started; in a TOML file, at that file. From Python also a list of dicts or a
-    `datasets.Dataset`."""
+    """File, directory or dataset of rows. A `.jsonl`, `.json`, `.csv` or `.parquet` file, a
+    directory of such files or of `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
+    Relative paths start where the run was started; in a TOML file, at that file. From Python also a
+    list of dicts or a `datasets.Dataset`."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
@@ -48,11 +48,11 @@ class DataConfig(Section):
     system: str = ""
     """System message before every prompt."""
     reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
-    """Reward function: `exact`, `contains`, `number`, `math`, or your own as `module:function`
-    or `file.py:function`; or a list of these or of tables `{ fn, weight, name }`, whose weighted
+    """Reward function (docs/environments.md#your-own-data). A name, your own as `module:function`
+    or `file.py:function`, or a list of these or of tables `{ fn, weight, name }`, whose weighted
     sum is the reward."""
     eval: str | float = 0.0
-    """Rows that are evaluated and held out from training: a share below 1, a number of rows, a
+    """Rows that are evaluated and held out from training. A share below 1, a number of rows, a
     file, or another split of a directory or of the hub. 0: none."""
     limit: int = 0
     """Number of rows to use, from the first. 0: all."""

@@ -18,14 +18,13 @@ class EnvConfig(Section):
     """The environment. For several, each with a weight, use `[[env]]`, see below."""
 
     name: str = "reverse-text"
-    """Name of the environment: a built-in one; `module:Class` or `file.py:Class`; `dataset`, which
-    `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`,
-    `verifiers:ID`, `openenv:URL`, `harbor:FOLDER`."""
+    """Name of the environment (docs/environments.md). Built-in, `module:Class`, `file.py:Class`,
+    `dataset` (set by `data=FILE`), or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
+    `textarena:ID`, `verifiers:ID`, `openenv:URL`, `harbor:FOLDER`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of the environment's constructor; a built-in one names them in its docstring."""
+    """Arguments of the environment's constructor. Docstrings of built-in ones name them."""
     workers: PositiveInt = 2
-    """Processes in each generator that play blocking environments (plain `def reset`
-    and `def step`)."""
+    """Processes per generator that run blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0
     """Seconds that one call of a blocking environment may take before its process is killed and
     replaced."""

@@ -41,7 +41,7 @@ class EvaluationSetConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Episodes that are played during training, and are never trained."""
+    """Episodes that run during training and are never trained."""
 
     every_steps: int = 0
     """Steps between two evaluations; one more follows the last step. 0: none."""
@@ -60,9 +60,8 @@ class EvaluationConfig(Section):
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
-    """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with
-    `temperature = 0` beside `[evaluation.sets.sampled]` with `samples_per_task = 8`. A set lists
-    what differs from `[evaluation]`. Views show the first one first."""
+    """Several sets of tasks, or of answers to the same tasks (docs/evaluate.md#while-a-run-trains).
+    A set lists what differs from `[evaluation]`. Views show the first one first."""
     seed: Seed = 0
     """Seed of the tasks. Every evaluation uses the same ones, and training uses none of them."""
 

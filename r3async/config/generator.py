@@ -13,8 +13,7 @@ UpdateHandling = Literal["keep", "recompute", "drain"]
 
 class GeneratorConfig(Section):
     count: PositiveInt = 1
-    """Generators, each with an engine of its own. `r3async scale` changes it
-    while the run trains."""
+    """Generators, each with an engine. `r3async scale` changes it while the run trains."""
     concurrency: PositiveInt = 64
     """Maximum number of episodes that one generator runs at once. Below it, the number follows the
     fill of the KV cache."""
@@ -29,9 +28,8 @@ class GeneratorConfig(Section):
     kv_cache_gib: PositiveFloat = 1.0
     """Maximum KV cache of one engine on CPU, in GiB. It takes less where its episodes need less."""
     on_update: UpdateHandling = "keep"
-    """What happens to running requests when new weights arrive. `keep`: they continue with the
-    old keys and values. `recompute`: keys and values are computed again; tokens, log-probs and
-    routes stay. `drain`: the weights wait for them, and new requests wait for the weights."""
+    """What happens to running requests when new weights arrive
+    (docs/weights.md#generatoron_update)."""
     colocate: Literal["off", "share"] = "off"
     """Where engines run. `off`: on their own GPUs. `share`: on those of the learner's ranks if
     there are too few for both; `engine_args.gpu_memory_utilization` is an engine's part of
@@ -40,6 +38,5 @@ class GeneratorConfig(Section):
     """Times a generator is restarted before the run continues without it. A run without
     generators stops."""
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments for vLLM's AsyncEngineArgs. Refused are those that r3async sets or relies on, and
-    those whose effect is neither planned nor probed. The scripted engine takes `token_seconds`
-    and `install_seconds`."""
+    """Arguments for vLLM's AsyncEngineArgs (docs/weights.md#generatorengine_args). The scripted
+    engine takes `token_seconds` and `install_seconds`."""

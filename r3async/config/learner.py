@@ -13,6 +13,10 @@ class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
     """Routes of the learner's forward passes. `rollout`: the engine's experts (R3). `learner`:
     the learner's own in a pass before the step (R2). `off`: each pass computes its own."""
+    gates: Literal["learner", "rollout"] = "learner"
+    """Weights of the experts' outputs in those passes. `learner`: of the learner's own routers.
+    `rollout`: the engine's, which makes drift smaller; then the policy loss does not train routers.
+    Needs `replay = "rollout"`."""
     min_recorded_fraction: UnitFraction = 0.9
     """Minimum share of trained tokens' inputs with recorded routes; a step below it stops the
     run. Used with replay."""
@@ -20,6 +24,13 @@ class RoutingConfig(Section):
     """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
     tenth step. `all`: every one, for `r3async inspect verify` and whole groups in the
     report. A token takes 41 bytes, and 3 ids for each MoE layer and expert."""
+
+    def check_values(self) -> None:
+        if self.gates == "rollout" and self.replay != "rollout":
+            raise ValueError(
+                f'`gates` = "rollout" are those of replayed experts: with `replay` = {self.replay!r} '
+                'it has to be "learner"'
+            )
 
 
 class ParallelConfig(Section):
@@ -75,12 +86,11 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """The adapters' output is multiplied by `alpha / rank`."""
     targets: list[str] = msgspec.field(default_factory=lambda: [ALL_LINEAR])
-    """Matrices that get adapters, by a part of their names: `q_proj`, `self_attn`, `experts`,
-    `layers.3.mlp`. `all-linear`: all but routers (targeted only by name, `mlp.gate`), embeddings
-    and the output layer (never)."""
+    """Matrices that get adapters (docs/lora.md), by a part of their names, such as `q_proj` or
+    `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer."""
     deliver: Literal["merged", "adapter"] = "merged"
-    """What engines get. `merged`: all weights, adapters included. `adapter`: `A` and `B` alone,
-    for attention and dense layers only; requests keep the version that they began with."""
+    """Weights that engines get. `merged`: all, adapters included. `adapter`: the adapters alone
+    (docs/lora.md#adapters-alone)."""
 
     @property
     def delivers_adapters(self) -> bool:
@@ -165,18 +175,17 @@ class LearnerConfig(Section):
     it rises by this for experts with fewer tokens than the layer's mean, and falls for the others
     (arXiv 2408.15664). 0: it stays."""
     offload_moments: bool = False
-    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. Updates are the
-    same, but move 16 bytes a parameter."""
+    """Keep Adam's moments (8 bytes per parameter) in host memory between updates. Updates are the
+    same, but move 16 bytes per parameter."""
     shard_optimizer: bool = False
-    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among
+    """Divide master weights and moments (12 bytes per parameter in bfloat16, 8 in float32) among
     ranks with copies of a parameter (ZeRO stage 1). FSDP2 (`backend = "torch"`) always does."""
     shard_gradients: bool = False
-    """With `shard_optimizer`, divide the sums of gradients (4 bytes a parameter) too (ZeRO stage
+    """With `shard_optimizer`, divide the sums of gradients (4 bytes per parameter) too (ZeRO stage
     2). The last bits of a step with several micro-batches differ."""
     deterministic: bool = False
-    """Use only kernels that give the same bits at every call, so that a resumed run on GPUs
-    repeats its steps exactly; slower. docs/scaling.md#the-same-bits-again has the limits. CPUs
-    always do so."""
+    """On GPUs, use only kernels that give the same bits at every call; slower
+    (docs/scaling.md#the-same-bits-again). CPUs always do."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
 

@@ -56,13 +56,12 @@ class InitConfig(Section):
     `model.path` is not given."""
 
     size: Literal["small", "tiny"] = "small"
-    """`small`: 4 layers of 128 values, with 8 experts of which a token takes 2. `tiny`: 2 layers of
-    32 values, for `generator.engine` = "scripted"; vLLM has no heads of 8 values."""
+    """`small`: 4 layers of 128 values, 8 experts, top-2. `tiny`: 2 layers of 32 values, for
+    `generator.engine` = "scripted"; vLLM has no heads of 8 values."""
     seed: Seed = 0
     """Seed of the random weights and the warm-up, separate from the run's `seed`."""
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary positions. Small values distinguish near positions more easily; large
-    ones reach further."""
+    """Base of the rotary positions. Large values reach further."""
     warm_reward: SignedFloat = 0.4
     """Mean sampled reward at which supervised steps stop."""
     max_warm_steps: int = 2000
@@ -74,8 +73,8 @@ class InitConfig(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: one
-    is created from `init`."""
+    """Hugging Face model with a chat template: a directory, or a name on the hub
+    (docs/models.md#where-a-model-is). Empty: one is created from `init`."""
     init: InitConfig = msgspec.field(default_factory=InitConfig)
     head_dtype: Literal["float32", "model"] = "float32"
     """Precision of the logits in engine and learner. `model` rounds the products with the output

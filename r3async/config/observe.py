@@ -27,12 +27,11 @@ class ObserveConfig(Section):
 
 class LogConfig(Section):
     to: list[SinkName] = msgspec.field(default_factory=list)
-    """Services that get each step's metrics, evaluations and sample episodes, see
-    docs/observing.md. Needs `pip install "r3async[sinks]"`. W&B is offline without a key or
-    WANDB_MODE; MLflow writes to the run's directory without MLFLOW_TRACKING_URI."""
+    """Services that get each step's metrics, evaluations and sample episodes
+    (docs/observing.md#wb-tensorboard-mlflow-trackio). Needs `pip install "r3async[sinks]"`."""
     metrics: Literal["main", "all"] = "main"
     """Metrics that are sent. `main`: the forty or so that reports and `tail` show, rewards and
-    evaluations. `all`: also where each process's time goes."""
+    evaluations. `all`: also the times of each process's stages."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow); the run is named like its directory."""
 

@@ -16,16 +16,16 @@ class DifficultyConfig(Section):
     groups: PositiveInt = 3
     """Number of a task's latest groups whose mean rewards decide its difficulty."""
     settled_share: UnitFraction = 1.0
-    """Difficulty filter: share of its turns in which a settled task is used; otherwise another
-    takes its place. A task is settled if its last `groups` groups all had `easy` or more, or all
-    `hard` or less. 1: no filter. 0.1 still notices a task that was learned or forgotten."""
+    """Difficulty filter: share of its turns in which a settled task is used
+    (docs/environments.md#tasks-by-past-reward). 1: no filter. 0.1 still notices a task that was
+    learned or forgotten."""
     easy: SignedFloat = 1.0
     """Mean reward of a group at or above which it is too easy."""
     hard: SignedFloat = 0.0
     """Mean reward of a group at or below which it is too hard."""
     target: SignedFloat | None = None
-    """Curriculum: among four tasks, the next one and random others, use the one whose latest
-    mean reward is nearest to this. Unset: tasks are used in turn."""
+    """Curriculum: of the next task and three random ones, use the one whose latest mean reward is
+    nearest to this. Unset: tasks are used in turn."""
 
     @property
     def is_active(self) -> bool:
@@ -43,8 +43,8 @@ class ScheduleConfig(Section):
     on-policy (synchronous), whatever the window."""
     window: PositiveInt = 1
     """Number of the oldest untrained groups that a step may choose from. 1: lease order. Larger:
-    up to `window - 1` younger groups may overtake a late one, and tokens may be `max_staleness +
-    ceil((window - 1) / (prompts_per_step * steps_per_publication))` versions old."""
+    younger groups may overtake a late one, and tokens may be older
+    (docs/asynchrony.md#the-bound)."""
     max_token_age: int | None = None
     """Age in versions above which a token is left out of the policy loss, but not of the KL
     terms. Unset: none is."""

@@ -6,8 +6,7 @@ from r3async.config.section import PositiveInt, Section
 
 
 class SftConfig(Section):
-    """Supervised training (`r3async sft`): answers of `data`, or of the environment's oracle, are
-    learnt as they are."""
+    """Supervised training (`r3async sft`) on answers of `data`, or of the environment's oracle."""
 
     rows_per_step: PositiveInt = 32
     """Conversations that a step trains."""

@@ -71,9 +71,9 @@ class SuperviseConfig(Section):
     it above the longest call of an environment or tool. docs/operations.md#stalls lists the
     stages, some with their own limits."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
-    """What a stall causes, after the event and the stacks. `warn`: nothing. `restart`: the
-    generator, learner or conductor is restarted; a full disk is waited for; any other stage ends
-    the run. `abort`: the run ends."""
+    """Reaction to a stall, after the event and the stacks. `warn`: none. `restart`: the generator,
+    learner or conductor is restarted; a full disk is waited for; any other stage ends the run.
+    `abort`: the run ends."""
     silence_seconds: PositiveFloat = 60.0
     """Seconds without a report after which a generator gets no new episodes; after twice as long
     its groups are leased again. An engine on CPU may block a generator for a while."""
@@ -84,10 +84,10 @@ class SuperviseConfig(Section):
     """Times the run restarts from its newest checkpoint when the learner or the conductor is
     lost."""
     copy_steps: int = 1
-    """Steps between two copies of the state of a learner of several ranks on one host, from which
-    they restart if one is lost. There are two, and a third while one is made, of 12 bytes a
-    parameter (with LoRA, of the adapters) in host memory. 0: none; the run restarts from its
-    newest checkpoint."""
+    """Steps between two copies of the ranks' state, from which they restart if one is lost
+    (docs/operations.md#a-rank-is-lost). Two, for a moment three, of 12 bytes per parameter (with
+    LoRA, of the adapters) are in host memory. 0: none; the run restarts from its newest
+    checkpoint."""
     stop_grace_seconds: PositiveFloat = 30.0
     """Seconds that each part of the end of a run may take: engines, evaluations, records."""
     max_failed_fraction: UnitFraction = 0.1

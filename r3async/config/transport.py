@@ -23,8 +23,8 @@ class TransportConfig(Section):
     """Directory made by `python -m r3async.tools keys`: only peers with a key in it are let in. Empty: each start
     makes new keys. Connections are encrypted in both cases."""
     trusted_network: bool = False
-    """Trust everything that reaches `host`, so that `weights.backend = "nccl"`, which has no
-    keys, may send over it."""
+    """Trust everything that reaches `host`. `weights.backend = "nccl"`, which has no keys, needs
+    this beyond loopback."""
 
 
 class BufferConfig(Section):

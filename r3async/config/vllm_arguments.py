@@ -176,7 +176,9 @@ def check_engine_args(args: Mapping[str, Any], probe: bool = True) -> None:
                 f"`generator.engine_args.{name}` cannot be set: {OWNED_ENGINE_ARGS[name]}"
             )
         elif name not in allowed:
-            hint = did_you_mean(name, allowed, "docs/weights.md lists those that can", cutoff=0.7)
+            hint = did_you_mean(
+                name, allowed, "r3async/config/vllm_arguments.py lists those that can", cutoff=0.7
+            )
             refused.append(
                 f"`generator.engine_args.{name}` cannot be set: what it changes in memory, "
                 f"log-probs or routes is unknown; {hint}"

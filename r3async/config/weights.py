@@ -9,17 +9,15 @@ from r3async.config.section import ByteCount, PositiveInt, Section
 
 class WeightsConfig(Section):
     backend: Literal["auto", "shared_memory", "tcp", "nccl"] = "auto"
-    """Transfer of weights to the engines. `shared_memory`: a file mapped by engines on the
-    learner's host. `tcp`: to one such file on each other host, as changes or whole. `auto`: `tcp`
-    if there are several hosts. `nccl`: between GPUs; it has not run on GPUs yet."""
+    """Transfer of weights to the engines (docs/weights.md#weightsbackend). `auto`: `shared_memory`
+    on one host, else `tcp`."""
     relay: bool = True
-    """With `tcp`, let generators' hosts pass weights on, so that the learner sends a version only
-    twice. They listen on a free port, with the run's keys; one that others cannot reach is left
-    out."""
+    """With `tcp`, let generators' hosts pass weights on: the learner then sends a version only
+    twice. They listen on a free port; one that others cannot reach is left out."""
     bucket_bytes: ByteCount = 64 * 2**20
     """Size of the pieces in which weights are converted and sent."""
     probe: bool = True
-    """Compare log-probs of learner and engine, on a fixed text and on tokens sampled after it: at
+    """Compare log-probs of learner and engine (docs/weights.md#which-check-finds-which-fault): at
     the first delivery, every `probe_every` versions, and after a generator's restart. A mismatch
     stops the run and names the tensor."""
     probe_every: PositiveInt = 10

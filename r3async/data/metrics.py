@@ -104,7 +104,7 @@ def _iter_stage_metrics() -> Iterator[Metric]:
 
 # fmt: off
 _METRIC_TABLE = (
-    Metric("step", "step", "", "", "Optimizer step, from 1."),
+    Metric("step", "step", "", "", "Training step, from 1."),
     Metric("version", "version", "", "", "Version of the weights that this step made."),
     Metric("lineage", "lineage", "", "", "Start of the run in which versions are counted."),
     Metric("time", "time", "unix s", "",
@@ -166,7 +166,7 @@ _METRIC_TABLE = (
     Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance.",
            curve=CurveStyle("Drift", "k2", "violet", "dash"), part_stats="mean"),
     Metric("rollout_kl/k3", "drift k3", "nats", "low",
-           "Mean of e^Δ - 1 - Δ, an estimate of KL(rollout‖learner): unbiased, never negative.",
+           "Mean of e^Δ - 1 - Δ, at most 100 a token: estimates KL(rollout‖learner), never negative.",
            comparison_stats="last_mean max", curve=CurveStyle("Drift", "k3", "blue"), gauge="drift",
            part_stats="mean max"),
     Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",

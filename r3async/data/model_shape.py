@@ -30,11 +30,13 @@ class ModelShapeError(ValueError):
 
 
 class RoutingShape(msgspec.Struct, frozen=True):
-    """Shape of the routes that an engine records. `layers` counts the MoE layers only."""
+    """Shape of the routes that an engine records. `layers` counts the MoE layers only; `has_gates`
+    is True if gates are recorded beside the experts."""
 
     layers: int
     top_k: int
     num_experts: int
+    has_gates: bool = False
 
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -89,6 +89,15 @@ def validate_routes(rows: np.ndarray, *, layers: int, top_k: int, num_experts: i
                 )
 
 
+def check_gates(gates: np.ndarray | None, shape: tuple[int, ...]) -> None:
+    """Raise `RoutingError` if `gates` are not the finite float32 gates of routes of this shape."""
+    if gates is None or gates.shape != shape or gates.dtype != np.float32:
+        found = "there are none" if gates is None else f"{gates.dtype} {list(gates.shape)}"
+        raise RoutingError(f"gates of routes have to be float32 {list(shape)}: {found}")
+    if not np.isfinite(gates).all():
+        raise RoutingError("a gate of recorded routes is not finite")
+
+
 def iter_sorted_columns(rows: np.ndarray) -> Iterator[tuple[slice, list[np.ndarray]]]:
     """Yield `rows` `[n, K]`, each sorted, as K columns of at most `CHUNK_ROWS` rows at a time.
 
@@ -135,17 +144,25 @@ class RoutingTrace:
     `to_arrays` copies them, once.
     """
 
-    def __init__(self, *, layers: int, top_k: int, num_experts: int):
+    def __init__(self, *, layers: int, top_k: int, num_experts: int, has_gates: bool = False):
         self.layers = layers
         self.top_k = top_k
         self.num_experts = num_experts
+        self.has_gates = has_gates
         self.dtype = route_dtype(num_experts)
-        self._blocks: list[tuple[int, np.ndarray]] = []
+        self._blocks: list[tuple[int, np.ndarray, np.ndarray | None]] = []
+        """First position, routes and gates of each block."""
         self.positions_fed = 0
         """Number of positions that some call has fed forward; the engine is asked only for
         rows from here on."""
 
-    def record_rows(self, first_position: int, rows: np.ndarray | None, positions_fed: int) -> int:
+    def record_rows(
+        self,
+        first_position: int,
+        rows: np.ndarray | None,
+        positions_fed: int,
+        gates: np.ndarray | None = None,
+    ) -> int:
         """Record the routes that one engine call returned, and return how many new
         rows were recorded.
 
@@ -158,6 +175,7 @@ class RoutingTrace:
             rows: `[n, layers, top_k]` of any integer dtype. None, or of length 0 (whatever its
                 other dimensions and dtype), if the call returned no routes.
             positions_fed: Number of positions that the call fed: `0..positions_fed`.
+            gates: float32, shaped as `rows`, if the trace has gates.
         """
         recorded = 0
         if rows is not None and len(rows):
@@ -171,11 +189,17 @@ class RoutingTrace:
             check_expert_ids(
                 new, layers=self.layers, top_k=self.top_k, num_experts=self.num_experts
             )
+            if self.has_gates:
+                check_gates(gates, rows.shape)
+            new_gates = gates[skip:] if self.has_gates and gates is not None else None
             recorded = len(new)
             if recorded:
                 # A view of the rest would keep all of `rows` alive: O(T^2) from an engine that
                 # returns every row again.
-                self._blocks.append((first_position + skip, new.copy() if skip else new))
+                if skip:
+                    new = new.copy()
+                    new_gates = None if new_gates is None else new_gates.copy()
+                self._blocks.append((first_position + skip, new, new_gates))
         self.positions_fed = max(self.positions_fed, positions_fed)
         return recorded
 
@@ -189,9 +213,16 @@ class RoutingTrace:
         """
         if length < 0:
             raise RoutingError(f"a branch cannot keep {length} positions")
-        other = RoutingTrace(layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
+        other = RoutingTrace(
+            layers=self.layers,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            has_gates=self.has_gates,
+        )
         other._blocks = [
-            (first, rows[: length - first]) for first, rows in self._blocks if first < length
+            (first, rows[: length - first], None if gates is None else gates[: length - first])
+            for first, rows, gates in self._blocks
+            if first < length
         ]
         other.positions_fed = min(self.positions_fed, length)
         return other
@@ -205,9 +236,20 @@ class RoutingTrace:
         experts = np.empty((length, self.layers, self.top_k), self.dtype)
         experts[:] = np.arange(self.top_k, dtype=self.dtype)
         recorded = np.zeros(length, bool)
-        for first, rows in self._blocks:
+        for first, rows, _ in self._blocks:
             stop = min(first + len(rows), length)
             if stop > first:
                 experts[first:stop] = rows[: stop - first]
                 recorded[first:stop] = True
         return experts, recorded
+
+    def gates_array(self, length: int) -> np.ndarray:
+        """Return `routed_weights`, float32 `[length, layers, top_k]`, of a trace that has gates.
+        Positions without a record have 0."""
+        out = np.zeros((length, self.layers, self.top_k), np.float32)
+        for first, _, gates in self._blocks:
+            assert gates is not None
+            stop = min(first + len(gates), length)
+            if stop > first:
+                out[first:stop] = gates[: stop - first]
+        return out

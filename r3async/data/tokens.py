@@ -143,10 +143,15 @@ SCHEMA = TokenSchema(
             holds_choices=True,
         ),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
+        # Gates of those experts, in the order of their ids in the record.
+        Column("routed_weights", ("float32",), 0.0, ("layers", "top_k"), optional=True),
         # Tokens that could have been sampled in its place, where that was not the whole vocabulary.
         Column("support", ("uint8",), 0, optional=True, holds_sets=True),
     ]
 )
+
+ROUTE_COLUMNS = ("routed_experts", "routing_recorded", "routed_weights")
+"""Columns of recorded routes; the last one only if gates are recorded."""
 
 
 def _check_column(declaration: Column, array: Any) -> ColumnData:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from r3async.checkpoint.rank_files import LearnerStateReader, RankState
 from r3async.config import Config
 from r3async.data.routes import route_dtype
-from r3async.data.tokens import Sample, TokenTable
+from r3async.data.tokens import ROUTE_COLUMNS, Sample, TokenTable
 from r3async.learner.adapter_states import AdapterStates
 from r3async.learner.digests import StageDigests
 from r3async.learner.expert_biases import ExpertBias, check_expert_biases, update_expert_biases
@@ -338,7 +338,7 @@ class LearnerBackend:
         # Recorded routes are removed: no layer's choice may depend on what an
         # earlier layer replays.
         bare = [
-            replace(m, table=m.table.without_columns("routed_experts", "routing_recorded"))
+            replace(m, table=m.table.without_columns(*ROUTE_COLUMNS))
             for m in self.pad_for_parallel(micro_batches)
         ]
         chosen = [torch.zeros(m.num_tokens, layers, top_k, dtype=torch.int32) for m in bare]

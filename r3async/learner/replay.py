@@ -118,6 +118,8 @@ class MicroBatchRoutes:
             max(micro_batch.num_real_tokens - part.start, 0), self.num_local_tokens
         )
         self._sorted_experts: Tensor | None = None
+        self._sorted_gates: Tensor | None = None
+        """float32 `[R, n, K]`: recorded gates, in the order of their experts' ids."""
         self._is_recorded: Tensor | None = None
         self._row_multiplicity: Tensor | None = None
         if micro_batch.row_multiplicity is not None:
@@ -136,6 +138,40 @@ class MicroBatchRoutes:
         table = micro_batch.table
         if replay.moe_layer_indices and "routed_experts" in table and "routing_recorded" in table:
             self._load_records(table["routed_experts"], table["routing_recorded"], part)
+            if self.has_replayed_routes and "routed_weights" in table:
+                self._load_gates(table["routed_experts"], table["routed_weights"], part)
+
+    def _load_gates(self, rows: np.ndarray, gates: np.ndarray, part: slice) -> None:
+        if gates.shape != rows.shape:
+            raise RoutingError(f"gates have shape {gates.shape}, and routes {rows.shape}")
+        layers = self._replay.moe_layer_indices
+        order = np.argsort(rows[part][:, layers], axis=2)
+        of_layers = np.take_along_axis(gates[part][:, layers], order, axis=2)
+        self._sorted_gates = upload_array(
+            np.ascontiguousarray(of_layers.transpose(1, 0, 2)), self._replay.device
+        )
+
+    def replace_gates(self, router: int, gates: Tensor, experts: Tensor | None = None) -> Tensor:
+        """Return the gates of local router `router`, those of recorded tokens replaced by the
+        recorded ones.
+
+        A replaced gate passes no gradient on. The result is in the router's graph all the same:
+        terms that are attached to its scores get their gradient.
+
+        Args:
+            gates: `[n, K]` of `experts`, which `choose_experts` returned, in any order; or `[n, E]`
+                of all experts, 0 for those not chosen.
+        """
+        if self._sorted_gates is None or self._sorted_experts is None:
+            return gates
+        assert self._is_recorded is not None
+        ids = self._sorted_experts[router].long()
+        found = gates.new_zeros(len(gates), self._replay.num_experts).scatter_(
+            1, ids, self._sorted_gates[router].to(gates.dtype)
+        )
+        if experts is not None:
+            found = found.gather(1, experts)
+        return torch.where(self._is_recorded[:, None], found, gates)
 
     def _load_records(self, rows: np.ndarray, recorded: np.ndarray, part: slice) -> None:
         replay = self._replay
@@ -186,6 +222,11 @@ class MicroBatchRoutes:
     def has_replayed_routes(self) -> bool:
         """True if `choose_experts` may return anything other than the router's own choice."""
         return self._sorted_experts is not None and self._replay.is_enabled
+
+    @property
+    def has_gates(self) -> bool:
+        """True if `replace_gates` may replace any."""
+        return self._sorted_gates is not None
 
     @torch.no_grad()
     def choose_experts(self, router: int, preferred: Tensor) -> Tensor:
@@ -298,7 +339,7 @@ class MicroBatchRoutes:
     def close(self) -> None:
         """Release everything but the choices that are kept; later use raises."""
         self.is_closed = True
-        self._sorted_experts = self._is_recorded = None
+        self._sorted_experts = self._sorted_gates = self._is_recorded = None
         self._chosen_before = []
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from r3async.config import Config
-from r3async.data.tokens import Sample, TokenTable
+from r3async.data.tokens import ROUTE_COLUMNS, Sample, TokenTable
 from r3async.learner.micro_batches import MicroBatch, make_padding_batch, pack_samples
 from r3async.learner.minibatch import Minibatch, ProbeBatches
 
@@ -156,9 +156,7 @@ def _find_measured_rows(micro_batch: MicroBatch) -> np.ndarray:
 
 
 def _without_routes(micro_batch: MicroBatch) -> MicroBatch:
-    return replace(
-        micro_batch, table=micro_batch.table.without_columns("routed_experts", "routing_recorded")
-    )
+    return replace(micro_batch, table=micro_batch.table.without_columns(*ROUTE_COLUMNS))
 
 
 def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:

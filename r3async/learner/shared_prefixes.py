@@ -97,9 +97,9 @@ def _count_leading_true(same: np.ndarray) -> int:
 
 def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
     """Return how many of the first `rows` rows come before the first one whose
-    recorded routes differ.
+    recorded routes, or their gates, differ.
 
-    The order of experts in a record does not matter.
+    The order of experts in a record does not matter, unless it has gates.
     """
     if (
         "routed_experts" not in before
@@ -111,6 +111,10 @@ def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int
     rows = _count_leading_true(recorded == after["routing_recorded"][:rows])
     recorded = recorded[:rows]
     one, other = (t["routed_experts"][:rows] for t in (before, after))
+    if "routed_weights" in before and "routed_weights" in after:
+        same_gates = before["routed_weights"][:rows] == after["routed_weights"][:rows]
+        alike = ~recorded | ((one == other) & same_gates).all(axis=(1, 2))
+        return _count_leading_true(alike)
     if not rows or np.array_equal(one, other):
         return rows
     if one.shape[1:] != other.shape[1:]:

@@ -24,7 +24,8 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
     if settings.engine == "scripted":
         from r3async.rollout.scripted import build_scripted_engine
 
-        return build_scripted_engine(model_path, world, **settings.engine_args)
+        gates = config.routing.gates == "rollout"
+        return build_scripted_engine(model_path, world, has_gates=gates, **settings.engine_args)
     from r3async.rollout.vllm.engine import build_vllm_engine
 
     return build_vllm_engine(

@@ -98,6 +98,8 @@ class Generation(msgspec.Struct, frozen=True):
         routed_experts: `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer;
             None if the engine records none. The last sampled token has not been fed yet, so there
             are at most `P + n - 1 - routes_from` rows, and after an abort there may be fewer.
+        routed_weights: float32, shaped as `routed_experts`: the gates by which their outputs were
+            multiplied; None if the engine records none.
         routes_from: The position that the request wanted (`resolve_routes_from`), or a lower one if
             the engine cannot leave out known rows.
         stop_reason: `stop` (a stop token, which is the last token, or a stop string, which ends in
@@ -116,6 +118,7 @@ class Generation(msgspec.Struct, frozen=True):
     stop_reason: str
     supports: SupportSets | None = None
     top_tokens: TopTokens | None = None
+    routed_weights: np.ndarray | None = None
 
 
 class InstallReport(msgspec.Struct, frozen=True):

@@ -34,13 +34,7 @@ class SampleBuilder:
         """Begin an empty sample. `with_supports` is True if each sampled token comes
         with its support."""
         self._tokens = GrowingTokens()
-        self.routing_trace = (
-            RoutingTrace(
-                layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts
-            )
-            if routing
-            else None
-        )
+        self.routing_trace = RoutingTrace(**msgspec.structs.asdict(routing)) if routing else None
         self.entry_version = -1
         """Version of the weights under which the first call entered; in a sample without an answer,
         the version that produced the borrowed routes."""
@@ -111,7 +105,7 @@ class SampleBuilder:
             self.shareable_length = trace.positions_fed
         # The last sampled token has not been fed: its route belongs to the next call that feeds it.
         known = trace.positions_fed
-        trace.record_rows(first, rows, positions_fed=stop - 1)
+        trace.record_rows(first, rows, stop - 1, generation.routed_weights)
         if (
             rows is not None
             and first <= known == self.shareable_length
@@ -171,6 +165,8 @@ class SampleBuilder:
         if self.routing_trace is not None:
             fed = self.routing_trace.branch_at(max(0, length - 1))
             columns["routed_experts"], columns["routing_recorded"] = fed.to_arrays(n)
+            if fed.has_gates:
+                columns["routed_weights"] = fed.gates_array(n)
         return TokenTable(columns).slice_rows(0, length)
 
 

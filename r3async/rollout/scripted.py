@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -168,14 +169,16 @@ class ScriptedEngine:
             call.version if prompt_version is None else prompt_version
         )
         self.generated_tokens += sampled
+        routes = self._derive_routes(request, tokens, versions, prompt_version, routes_from)
         return Generation(
             token_ids=tokens,
             logprobs=self._derive_logprobs(np.arange(first, first + sampled), versions, tokens)
             / (request.temperature or 1.0),
             version_spans=version_spans,
-            routed_experts=self._derive_routes(
-                request, tokens, versions, prompt_version, routes_from
-            ),
+            routed_experts=routes,
+            routed_weights=scripted_gates(routes)
+            if routes is not None and self.routing is not None and self.routing.has_gates
+            else None,
             routes_from=routes_from,
             stop_reason=stop_reason,
             supports=scripted_supports(tokens) if request.needs_sampling_mask else None,
@@ -400,6 +403,8 @@ def build_scripted_engine(
     world: World = REAL_WORLD,
     token_seconds: float = 0.0,
     install_seconds: float = 0.0,
+    *,
+    has_gates: bool = False,
     **unknown: Any,
 ) -> ScriptedEngine:
     """Return an engine that answers in pseudo-random letters, with routes of the model's geometry.
@@ -417,6 +422,8 @@ def build_scripted_engine(
     routing, _ = read_moe_layers(
         decode_python_json((Path(model_path) / "config.json").read_bytes())
     )
+    if routing is not None and has_gates:
+        routing = msgspec.structs.replace(routing, has_gates=True)
     return ScriptedEngine(
         lambda request, index: script_letters(request, zlib.crc32(request.request_id.encode())),
         routing=routing,
@@ -467,6 +474,12 @@ def scripted_route_rows(
     return (
         seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)
     ) % shape.num_experts
+
+
+def scripted_gates(rows: np.ndarray) -> np.ndarray:
+    """Return the gates of routes `rows`, float32 of their shape: the larger an id, the larger."""
+    weights = rows.astype(np.float32) + 1
+    return weights / weights.sum(axis=2, keepdims=True)
 
 
 def scripted_hash(position: int, version: int, token: int) -> int:

@@ -55,6 +55,8 @@ def _bytes_per_token(routing: RoutingShape | None, supports: bool = False) -> in
         if column.holds_sets:
             per_token += SUPPORT_BYTES_PER_TOKEN * supports
             continue
+        if column.name == "routed_weights" and not (routing and routing.has_gates):
+            continue
         count = 1
         for dimension in column.inner_dims:
             count *= sizes[dimension]

@@ -10,12 +10,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 
 from r3async.data.model_shape import RoutingShape
-from r3async.data.routes import RoutingError, validate_routes
-from r3async.data.tokens import UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
+from r3async.data.routes import RoutingError, check_gates, validate_routes
+from r3async.data.tokens import ROUTE_COLUMNS, UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
 from r3async.data.versions import Lineage
 from r3async.envs import MAX_EPISODE_REWARD
 
@@ -31,7 +30,6 @@ ROLLOUT_COLUMNS = (
     "turn",
     "rewards",
 )
-ROUTE_COLUMNS = ("routed_experts", "routing_recorded")
 SUPPORT_COLUMN = "support"
 TURN_LIMIT = 2**31
 """Larger than any index of a turn that a token can have."""
@@ -413,6 +411,7 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
     if routing is None:
         return
     shape = (routing.layers, routing.top_k)
+    sizes = {"layers": routing.layers, "top_k": routing.top_k, "num_experts": routing.num_experts}
     samples = tokens.samples
     for sample in samples:
         if ROUTE_COLUMNS[0] not in sample.table:
@@ -425,6 +424,7 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
                 f"sample {sample.sample_id} has routes of shape {list(found)}, expected [T, "
                 f"{routing.layers}, {routing.top_k}]"
             )
+        _check_gates(sample, routing.has_gates)
     # Small ones are checked at once, unless one that has only zeros would go
     # unnoticed among others.
     if (
@@ -435,16 +435,31 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
         try:
             validate_routes(
                 tokens.join_column(ROUTE_COLUMNS[0])[tokens.join_column(ROUTE_COLUMNS[1])],
-                **msgspec.structs.asdict(routing),
+                **sizes,
             )
             return
         except RoutingError:
             pass  # the loop below finds their sample
     for sample in samples:
         try:
-            validate_routes(_recorded_routes(sample.table), **msgspec.structs.asdict(routing))
+            validate_routes(_recorded_routes(sample.table), **sizes)
         except RoutingError as error:
             raise InvalidTrajectory(f"sample {sample.sample_id}: {error}") from error
+
+
+def _check_gates(sample: Sample, has_gates: bool) -> None:
+    table = sample.table
+    name = ROUTE_COLUMNS[2]
+    if (name in table) != has_gates:
+        raise InvalidTrajectory(
+            f"sample {sample.sample_id} has {'no ' if has_gates else ''}gates, which its engine "
+            f"{'records' if has_gates else 'does not record'}"
+        )
+    try:
+        if has_gates:
+            check_gates(table[name], table.column_shape(ROUTE_COLUMNS[0]))
+    except RoutingError as error:
+        raise InvalidTrajectory(f"sample {sample.sample_id}: {error}") from error
 
 
 def _recorded_routes(table: TokenTable) -> np.ndarray:

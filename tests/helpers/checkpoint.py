@@ -33,7 +33,7 @@ def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: i
     return config_from_dict(
         {
             "learner": {**learner, "parallel": parallel},
-            "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05}},
+            "algorithm": {"rollout_kl": {"coef": 0.001, "target": 0.05}},
             "routing": {"min_recorded_fraction": 0.0},
             "episode": {"max_total_tokens": 256, "max_prompt_tokens": 128},
         }

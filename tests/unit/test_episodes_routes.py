@@ -207,7 +207,7 @@ async def test_a_long_episode_moves_and_holds_each_row_once():
         moved += len(generation.routed_experts)
         returned.append(generation.routed_experts)
     assert moved == len(builder) - 1
-    held = [rows for _, rows in builder.routing_trace._blocks]
+    held = [rows for _, rows, _ in builder.routing_trace._blocks]
     assert sum(len(rows) for rows in held) == moved
     assert all(np.shares_memory(mine, theirs) for mine, theirs in zip(held, returned, strict=True))
     recorded = builder.build_table()["routing_recorded"]

@@ -171,7 +171,7 @@ def test_rows_are_kept_as_views_until_they_are_materialised_once():
     for i, block in enumerate(returned):
         routes.record_rows(4 * i, block, positions_fed=4 * i + 4)
     for holder in (routes, routes.branch_at(70)):
-        blocks = [block for _, block in holder._blocks]
+        blocks = [block for _, block, _ in holder._blocks]
         assert all(np.shares_memory(mine, theirs) for mine, theirs in zip(blocks, returned, strict=False))
         assert sum(len(block) for block in blocks) == holder.positions_fed
 
@@ -180,5 +180,5 @@ def test_an_engine_that_returns_every_row_again_costs_no_more_memory():
     routes = trace()
     for fed in range(5, 400, 5):
         routes.record_rows(0, rows(fed, seed=fed), positions_fed=fed)
-    held = {id(owner): owner.nbytes for _, b in routes._blocks for owner in [b if b.base is None else b.base]}
+    held = {id(owner): owner.nbytes for _, b, _ in routes._blocks for owner in [b if b.base is None else b.base]}
     assert sum(held.values()) == routes.positions_fed * rows(1).nbytes

@@ -49,7 +49,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="a run's name 
 LimitOption = Annotated[
     int | None, typer.Option(min=0, help="maximum number; 0: all", show_default="depends")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object per line")]
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def trajectories(
         typer.Option(help="from which ages in a spool count", show_default="the newest known"),
     ] = None,
     limit: LimitOption = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="one token a line")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="one token per line")] = False,
     export: Annotated[
         Path | None, typer.Option(help="write them to FILE.jsonl or FILE.parquet")
     ] = None,

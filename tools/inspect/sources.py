@@ -246,7 +246,7 @@ def describe_sources(run_dir: Path) -> list[str]:
             "--age-above, --turns: fewer"
         ),
         (
-            "  inspect trajectories --tokens             one token a line; --export FILE.jsonl or "
+            "  inspect trajectories --tokens             one token per line; --export FILE.jsonl or "
             "FILE.parquet: for programs"
         ),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,20 @@ class RouterReplayAdapter(RouterReplay):
         return scores.gather(1, chosen), chosen
 
 
+def _route_with_gates(
+    route: Callable[..., tuple[Tensor, Tensor]],
+    replay: RoutingReplay,
+    index: int,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return what a router's `routing` returns, gates of all experts and a mask `[N, experts]`, with
+    the recorded gates."""
+    gates, mask = route(*args, **kwargs)
+    routes = replay.current_routes
+    return gates if routes is None else routes.replace_gates(index, gates), mask
+
+
 def attach_replay(
     model: HiddenStatesModel,
     *,
@@ -95,6 +110,7 @@ def attach_replay(
         mixture.router.router_replay = RouterReplayAdapter(
             replay, index, pre_softmax=model.config.moe_router_pre_softmax
         )
+        mixture.router.routing = partial(_route_with_gates, mixture.router.routing, replay, index)
         mixture.token_dispatcher.replay = replay
         mixture.token_dispatcher.router = index
     # Checked before any collective: ranks that wait for each other's tokens would wait forever.

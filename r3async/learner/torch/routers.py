@@ -209,6 +209,19 @@ def attach_replay(
         )
 
 
+def _replace_gates(name: str, routes: MicroBatchRoutes, index: int, output: Any) -> Any:
+    """Return the output of router `name`, which is logits, gates and ids `[N, K]`, with the gates
+    of `routes`."""
+    match output:
+        case (_, Tensor() as gates, Tensor() as ids) if (
+            gates.shape == ids.shape and gates.is_floating_point() > ids.is_floating_point()
+        ):
+            return output[0], routes.replace_gates(index, gates, ids), ids
+    raise LearnerError(
+        f'router {name} does not return logits, gates and experts: set routing.gates="learner"'
+    )
+
+
 def _forward_with_replay(
     forward: Callable[..., Any],
     name: str,
@@ -224,6 +237,8 @@ def _forward_with_replay(
         return forward(*args, **kwargs)
     with _ReplayInterceptor(shape, routes, index, logits=logits) as mode:
         output = forward(*args, **kwargs)
+    if routes.has_gates:
+        output = _replace_gates(name, routes, index, output)
     if mode.choice_count != 1:
         raise LearnerError(
             f"router {name} of MoE layer {index} chose experts {mode.choice_count} times in "

@@ -39,6 +39,7 @@ from r3async.rollout.vllm.cpu_patches import (
     prefer_norm_kernels,
 )
 from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
+from r3async.rollout.vllm.recorded_gates import GATES_KEY, record_gates
 from r3async.rollout.vllm.stop_strings import StopStringsMixin
 from r3async.rollout.vllm.tool_parser_adapter import VllmToolParser
 from r3async.world.processes import pause_garbage_collector
@@ -339,6 +340,9 @@ def run_core(
     """
     check_vllm_interface()
     patch_vllm_for_cpu()
+    additional_config[GATES_KEY] = args.pop("return_gates", False)
+    if additional_config[GATES_KEY]:
+        record_gates()
     additional_config[CHOSEN_CACHE_KEY] = "kv_cache_memory_bytes" in args
     if kv_cache_bytes is not None:
         args = (

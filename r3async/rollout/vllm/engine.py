@@ -36,6 +36,7 @@ from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
 from r3async.rollout.vllm.messages import (
     build_sampling_params,
 )
+from r3async.rollout.vllm.recorded_gates import split_gates
 from r3async.rollout.vllm.running_requests import CALL_TIMEOUT, RequestRegistry, RunningRequest
 from r3async.rollout.vllm.version_installer import VersionInstaller
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
@@ -98,6 +99,7 @@ class VllmEngine:
         record_sampling_masks: True to record which tokens could be sampled.
         adapters: What versions have in place of weights; None if they have weights.
         float32_head: Whether logits are float32 sums; else they are rounded to `settings.dtype`.
+        records_gates: Whether generations have gates beside their routes.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class VllmEngine:
         record_sampling_masks: bool = False,
         adapters: AdapterSettings | None = None,
         float32_head: bool = True,
+        records_gates: bool = False,
     ):
         described = decode_python_json((Path(model_path) / "config.json").read_bytes())
         self.routing, self._moe_layers = read_moe_layers(described)
@@ -148,6 +151,9 @@ class VllmEngine:
             self._engine_args["hf_overrides"] = {"head_dtype": "float32", **overrides}
         if not self._engine_args["enable_return_routed_experts"]:
             self.routing = None
+        if self.routing is not None and records_gates:
+            self.routing = msgspec.structs.replace(self.routing, has_gates=True)
+            self._engine_args["return_gates"] = True
         self._requests = RequestRegistry()
         self.installer = VersionInstaller(self._requests, settings.on_update)
         self._receive_task: asyncio.Task[None] | None = None
@@ -287,7 +293,7 @@ class VllmEngine:
             "again", whole.tolist(), use_cache=False, prompt_logprobs=0
         )
         first = answer.routed_experts
-        second = self._join_routes(again.routes)
+        second, _ = self._join_routes(again.routes)
         if first is None or len(first) != len(whole) - 1 or len(second) != len(whole):
             problem = f"the engine did not record all routes of {len(whole)} tokens"
         else:
@@ -502,11 +508,13 @@ class VllmEngine:
             )
         self._counters["generated_tokens"] += len(tokens)
         self._counters["aborted" if running.finish_reason == "abort" else "finished"] += 1
+        routes, gates = self._build_routes(request, running, first)
         return Generation(
             token_ids=tokens,
             logprobs=logprobs,
             version_spans=running.version_spans.finish_spans(len(tokens)),
-            routed_experts=self._build_routes(request, running, first),
+            routed_experts=routes,
+            routed_weights=gates,
             routes_from=first,
             stop_reason=running.finish_reason,
             supports=self._build_supports(request, running, tokens)
@@ -536,9 +544,9 @@ class VllmEngine:
 
     def _build_routes(
         self, request: GenerationRequest, running: RunningRequest, first: int
-    ) -> np.ndarray | None:
-        """Return the routes of the MoE layers from position `first`; None for an
-        engine without routes.
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the routes of the MoE layers from position `first`, and their gates. None for what
+        the engine does not record.
 
         They have length 0 if vLLM returned none, or not as many as it must have fed. For a position
         that the prefix cache served, vLLM returns the row of the call that computed its keys and
@@ -546,7 +554,7 @@ class VllmEngine:
         """
         shape = self.routing
         if shape is None:
-            return None
+            return None, None
         sampled = len(running.tokens)
         returned = sum(map(len, running.routes))
         expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
@@ -554,25 +562,28 @@ class VllmEngine:
             # It is unknown which rows are missing: better none than one at a wrong position.
             returned = 0
         self._counters["unrecorded_rows"] += expected - returned
-        rows = self._join_routes(running.routes if returned else [])
+        rows, gates = self._join_routes(running.routes if returned else [])
         try:
             check_expert_ids(
                 rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts
             )
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
-        return rows
+        return rows, gates
 
-    def _join_routes(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the rows of the MoE layers of what vLLM returned in pieces,
-        `[n, layers, top_k]`."""
-        assert self.routing is not None
+    def _join_routes(self, pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the routes `[n, layers, top_k]` of the MoE layers of what vLLM returned in pieces,
+        and their gates if it records those."""
+        shape = self.routing
+        assert shape is not None
+        narrow = route_dtype(shape.num_experts)
         if not pieces:
-            return np.empty(
-                (0, self.routing.layers, self.routing.top_k), route_dtype(self.routing.num_experts)
-            )
+            none = np.empty((0, shape.layers, shape.top_k), narrow)
+            return none, none.astype(np.float32) if shape.has_gates else None
         rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return rows if len(self._moe_layers) == rows.shape[1] else rows[:, self._moe_layers]
+        if len(self._moe_layers) != rows.shape[1]:
+            rows = rows[:, self._moe_layers]
+        return split_gates(rows, narrow) if shape.has_gates else (rows, None)
 
 
 def _take_scores(running: RunningRequest, length: int) -> tuple[np.ndarray, TopTokens]:
@@ -645,4 +656,5 @@ def build_vllm_engine(
         record_sampling_masks=record_sampling_masks,
         adapters=adapters,
         float32_head=config.model.head_dtype == "float32",
+        records_gates=config.routing.gates == "rollout",
     )

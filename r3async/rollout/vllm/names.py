@@ -66,6 +66,19 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.sampling_params:SamplingParams": "routed_experts_prompt_start",
         "vllm.v1.engine:EngineCoreOutput": "routed_experts",
     },
+    "gates beside routes (routing.gates = rollout)": {
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer": "_get_routed_experts_shape",
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsManager": (
+            ".routed_experts_by_slot"
+        ),
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": (
+            "set_capture_fn _compute_routing"
+        ),
+        "vllm.model_executor.layers.fused_moe.layer:MoERunner": ".router .routed_scaling_factor",
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExpertsMonolithic": (
+            "set_capture_fn"
+        ),
+    },
     "supports (top-p, top-k and min-p)": {
         "vllm.v1.outputs:ModelRunnerOutput": "sampling_masks",
         "vllm.v1.outputs:SamplingMaskLists": "token_ids offsets slice_request",

@@ -1,13 +1,14 @@
-"""Drift between engine and learner by the precision of the head, with replayed routes.
+"""Drift between engine and learner by what is replayed, and by the precision of their heads.
 
-Real vLLM plays in bfloat16, and a learner in bfloat16 scores the same tokens with the engine's
-routes. Each of both computes its logits twice: rounded to bfloat16, and as float32 sums. Models are
-random, with routers that decide clearly. It is no part of the tests:
+Real vLLM plays, and a learner of the same dtype scores the same tokens. With the engine's routes,
+each of both computes its logits twice: rounded to that dtype, and as float32 sums. With float32
+sums on both sides it scores without any replay, with routes, and with their gates as well. Models
+are random, with routers that decide clearly. It is no part of the tests:
 
-    python -m dev.bench.head_dtype --families qwen3_moe,olmoe --seeds 0,1,2
+    python -m dev.bench.engine_drift --families qwen3_moe,olmoe --seeds 0,1,2
 
-Each line of JSON is a pair of heads of one family and seed: k3, mean and largest difference of
-log-probs in nats, all over the sampled tokens.
+Each line of JSON is one case of a family and seed: k3, mean and largest difference of log-probs in
+nats, all over the sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from r3async.config import config_from_dict
 from r3async.config.generator import GeneratorConfig
-from r3async.data.tokens import Sample, TokenTable
+from r3async.data.tokens import ROUTE_COLUMNS, Sample, TokenTable
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engine import GenerationRequest
@@ -40,24 +41,32 @@ PROMPTS = 12
 PROMPT_TOKENS = 32
 SAMPLED_TOKENS = 64
 TIMEOUT = 120.0
-HEADS = {"bfloat16": False, "float32": True}
+HEADS = {"model": False, "float32": True}
+REPLAYED: dict[str, tuple[str, ...]] = {
+    "nothing": ROUTE_COLUMNS,
+    "routes": ROUTE_COLUMNS[2:],
+    "gates": (),
+}
+"""Columns that the learner does not see, by what it replays."""
 
 
 async def play_prompts(
     model: Path, learner: TorchLearner, seed: int, float32_head: bool
 ) -> list[Sample]:
-    """Return samples of an engine with the learner's weights."""
+    """Return samples of an engine with the learner's weights and dtype."""
+    dtype = learner.config.learner.dtype
     engine = VllmEngine(
         str(model),
-        GeneratorConfig(dtype="bfloat16", concurrency=PROMPTS, kv_cache_gib=0.25),
+        GeneratorConfig(dtype=dtype, concurrency=PROMPTS, kv_cache_gib=0.25),
         max_model_len=256,
         seed=seed,
         float32_head=float32_head,
+        records_gates=True,
     )
     await engine.start()
     try:
         with tempfile.TemporaryDirectory() as directory, VersionStore(Path(directory)) as store:
-            weights = store.write_tensors(0, learner.export_weights(), torch.bfloat16)
+            weights = store.write_tensors(0, learner.export_weights(), getattr(torch, dtype))
             await engine.install_version(weights, TIMEOUT)
             rng = np.random.default_rng(seed)
             prompts = rng.integers(0, 256, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
@@ -75,7 +84,7 @@ async def play_prompts(
 
 
 def make_sample(name: str, prompt: np.ndarray, generation: Generation) -> Sample:
-    """Return the sample of a generation, with its routes."""
+    """Return the sample of a generation, with its routes and gates."""
     table = TokenTable.from_tokens(np.concatenate([prompt, generation.token_ids]))
     columns = {name: table[name] for name in table.schema.columns if name in table}
     columns["rollout_logprobs"][len(prompt) :] = generation.logprobs
@@ -88,16 +97,23 @@ def make_sample(name: str, prompt: np.ndarray, generation: Generation) -> Sample
         rows[: len(routes)] = routes
         recorded = np.zeros(len(table), bool)
         recorded[: len(routes)] = True
-        columns |= {"routed_experts": rows, "routing_recorded": recorded}
+        gates = np.zeros(rows.shape, np.float32)
+        gates[: len(routes)] = generation.routed_weights
+        columns |= {
+            "routed_experts": rows,
+            "routing_recorded": recorded,
+            "routed_weights": gates,
+        }
     return Sample(name, TokenTable(columns))
 
 
 def measure_drift(
-    learner: TorchLearner, samples: list[Sample], float32_head: bool
+    learner: TorchLearner, samples: list[Sample], replayed: str, float32_head: bool
 ) -> dict[str, float]:
     """Return the drift of the sampled tokens, in nats."""
     learner.model.float32_head = float32_head
-    micro_batches = pack_samples(samples, 1024)
+    seen = [Sample(s.sample_id, s.table.without_columns(*REPLAYED[replayed])) for s in samples]
+    micro_batches = pack_samples(seen, 1024)
     differences = np.concatenate(
         [
             (scores - micro_batch.table["rollout_logprobs"])[micro_batch.table["loss_mask"]]
@@ -122,23 +138,31 @@ def sharpen_head(model: Path, factor: float) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def measure_model(family: str, seed: int, sharpness: float) -> None:
-    """Print the four pairs of heads of one model."""
+def measure_model(family: str, seed: int, sharpness: float, dtype: str) -> None:
+    """Print the cases of one model."""
     from tests.helpers.engine_models import make_engine_model
 
     with tempfile.TemporaryDirectory() as directory:
         model = make_engine_model(
-            Path(directory) / "model", family, seed, "bfloat16", vocab_size=VOCABULARY
+            Path(directory) / "model", family, seed, dtype, vocab_size=VOCABULARY
         )
         sharpen_head(model, sharpness)
-        config = config_from_dict({"learner": {"dtype": "bfloat16", "backend": "torch"}})
+        config = config_from_dict({"learner": {"dtype": dtype, "backend": "torch"}})
         learner = TorchLearner.from_pretrained(config, model)
         for engine_head, engine_float32 in HEADS.items():
             samples = asyncio.run(play_prompts(model, learner, seed, engine_float32))
             for learner_head, learner_float32 in HEADS.items():
-                heads = {"engine": engine_head, "learner": learner_head}
-                figures = measure_drift(learner, samples, learner_float32)
-                print(json.dumps({"family": family, "seed": seed, **heads, **figures}), flush=True)
+                for replayed in REPLAYED if engine_float32 and learner_float32 else ("routes",):
+                    case = {
+                        "family": family,
+                        "seed": seed,
+                        "dtype": dtype,
+                        "engine_head": engine_head,
+                        "learner_head": learner_head,
+                        "replayed": replayed,
+                    }
+                    figures = measure_drift(learner, samples, replayed, learner_float32)
+                    print(json.dumps(case | figures), flush=True)
 
 
 def main() -> None:
@@ -146,10 +170,11 @@ def main() -> None:
     parser.add_argument("--families", default="qwen3_moe,olmoe,deepseek_v3,qwen3_5_moe_text")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sharpness", type=float, default=4.0)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args()
     for family in args.families.split(","):
         for seed in args.seeds.split(","):
-            measure_model(family, int(seed), args.sharpness)
+            measure_model(family, int(seed), args.sharpness, args.dtype)
 
 
 if __name__ == "__main__":

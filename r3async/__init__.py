@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from r3async.envs import EnvironmentFailed as EnvironmentFailed
     from r3async.envs import Message as Message
     from r3async.envs import StepResult as StepResult
+    from r3async.learner.advantages import AdvantageInputs as AdvantageInputs
     from r3async.learner.policy_loss import LossInputs as LossInputs
     from r3async.learner.policy_loss import PolicyLoss as PolicyLoss
     from r3async.learner.policy_loss import by_token as by_token
@@ -62,6 +63,7 @@ _HOME = {
         "Message",
         "StepResult",
     ),
+    "r3async.learner.advantages": ("AdvantageInputs",),
     "r3async.learner.policy_loss": ("LossInputs", "PolicyLoss", "by_token"),
     "r3async.rollout.evaluation": ("Evaluation",),
     "r3async.tools.callbacks": (

@@ -206,6 +206,7 @@ START_CHECKS = (
         "tokenizer", lambda start: check_tokenizer(start.config), ("model",), (*BOTH, "eval")
     ),
     StartCheck("policy loss", lambda start: _check_policy_loss(start.config), ("code",)),
+    StartCheck("advantage", lambda start: _check_advantage(start.config), ("code",)),
     StartCheck("environment", lambda start: check_environment(start.config), ("code",)),
     StartCheck("rows", lambda start: _check_rows(start), ("code",), BOTH),
     StartCheck(
@@ -352,6 +353,13 @@ def _check_policy_loss(config: Config) -> None:
         from r3async.learner.policy_loss import check_custom_loss
 
         check_custom_loss(config.algorithm)
+
+
+def _check_advantage(config: Config) -> None:
+    if ":" in config.algorithm.advantage:
+        from r3async.learner.advantages import check_custom_advantage
+
+        check_custom_advantage(config.algorithm)
 
 
 def _check_rows(start: StartRequest) -> None:

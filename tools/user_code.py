@@ -45,8 +45,9 @@ def find_named_code(config: Config) -> dict[str, str]:
                 else f"evaluation.sets.{name}.env."
             )
             found |= _find_environment_code(settings.env, prefix)
-    if ":" in config.algorithm.policy_loss:
-        found["algorithm.policy_loss"] = config.algorithm.policy_loss
+    for key in ("policy_loss", "advantage"):
+        if ":" in (name := getattr(config.algorithm, key)):
+            found[f"algorithm.{key}"] = name
     return found
 
 

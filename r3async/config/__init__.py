@@ -5,6 +5,7 @@ Each section is a struct with its documentation next to the value. Unknown or il
 refused with the key's path and the nearest valid name (`ConfigError`).
 """
 
+from r3async.config.algorithm import BUILTIN_ADVANTAGES as BUILTIN_ADVANTAGES
 from r3async.config.algorithm import BUILTIN_POLICY_LOSSES as BUILTIN_POLICY_LOSSES
 from r3async.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from r3async.config.algorithm import ClipConfig as ClipConfig
@@ -13,6 +14,7 @@ from r3async.config.algorithm import DistillationConfig as DistillationConfig
 from r3async.config.algorithm import OverlongPenaltyConfig as OverlongPenaltyConfig
 from r3async.config.algorithm import RolloutKLConfig as RolloutKLConfig
 from r3async.config.algorithm import check_policy_loss as check_policy_loss
+from r3async.config.algorithm import import_advantage as import_advantage
 from r3async.config.algorithm import import_policy_loss as import_policy_loss
 from r3async.config.checkpoint import CheckpointConfig as CheckpointConfig
 from r3async.config.data import DataConfig as DataConfig

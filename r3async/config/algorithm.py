@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +12,7 @@ from r3async.config.others import find_equivalent_value
 from r3async.config.section import (
     ConfigError,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Section,
     SignedFloat,
@@ -179,6 +180,47 @@ class DPPOConfig(Section):
     and no further up."""
 
 
+class CPPOConfig(Section):
+    threshold: PositiveFloat = 0.2
+    """Threshold of |difference of probability| times a token's weight: 0.15 for dense models and
+    0.2 for a mixture in arXiv 2606.10968."""
+    weight_min: PositiveFraction = 0.8
+    """Weight of an episode's last token; the first has 1, and those between lie on a line. 1: every
+    token has the same threshold."""
+    budget: PositiveFloat = 0.02
+    """Weighted mean of |difference of probability| over the tokens before one, above which its
+    threshold is lower."""
+
+
+class ClipCovConfig(Section):
+    """A token's covariance is (log-prob - mean) (advantage - mean), with means over a minibatch."""
+
+    share: PositiveFraction = 2e-4
+    """Share of a minibatch's tokens that is left out of the loss, at least one; drawn among those
+    whose covariance is between `low` and `high`."""
+    low: float = 1.0
+    high: float = 5.0
+    """Bounds of that covariance."""
+
+    def check_values(self) -> None:
+        if self.low >= self.high:
+            raise ValueError("`low` must be less than `high`, or no token is between them")
+
+
+class KLCovConfig(Section):
+    share: PositiveFraction = 2e-4
+    """Share of a minibatch's tokens that is penalised, at least one: those with the largest
+    covariance of log-prob and advantage."""
+    coef: PositiveFloat = 1.0
+    """Weight of the penalty, |log-ratio|."""
+
+
+class M2POConfig(Section):
+    limit: PositiveFloat = 0.04
+    """Mean of the squared log-ratio over a minibatch's tokens that move further away, above which
+    the furthest are left out."""
+
+
 class CorrectionConfig(Section):
     """Masks for trained tokens that the policy loss leaves out because learner and rollout policy
     differ on them too much. The KL terms keep them, and denominators stay unchanged. Each mask is
@@ -196,6 +238,10 @@ class CorrectionConfig(Section):
     product_low: float | None = None
     product_high: float | None = None
     """An episode is kept if the product of its tokens' ratios is within these bounds."""
+    veto_low: float | None = None
+    veto_high: float | None = None
+    """An episode is kept if the ratio of each of its tokens is within these bounds, for example
+    0.0001 and 100."""
     max_token_kl: float | None = None
     """An episode is kept if none of its tokens has a k3 above this."""
     numerator: Literal["learner", "recomputed"] = "learner"
@@ -216,7 +262,7 @@ class CorrectionConfig(Section):
             raise ValueError(
                 '`weight` needs `numerator` = "recomputed": its ratio is recomputed / rollout'
             )
-        for name in ("icepop", "geometric", "product"):
+        for name in ("icepop", "geometric", "product", "veto"):
             low = getattr(self, f"{name}_low")
             high = getattr(self, f"{name}_high")
             if low is not None and not 0 < low <= 1:
@@ -238,18 +284,23 @@ class OverlongPenaltyConfig(Section):
     factor: PositiveFloat = 1.0
 
 
-GROUP_RELATIVE_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
-"""Values of `algorithm.advantage` that compare an episode with the others of its group, so that a
-group needs several episodes."""
+BUILTIN_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+"""The built-in values of `algorithm.advantage`. All but `reinforce_pp`, and your own, compare an
+episode with the others of its group, so that a group needs several episodes."""
 
 BUILTIN_POLICY_LOSSES = (
     "truncated_pg",
+    "sequence_truncated_pg",
     "ppo",
     "tis",
     "gspo",
     "cispo",
     "sapo",
     "dppo",
+    "cppo",
+    "clip_cov",
+    "kl_cov",
+    "m2po",
 )
 """The built-in values of `algorithm.policy_loss`."""
 
@@ -263,10 +314,9 @@ class RouterAuxConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"
-    ] = "grpo"
-    """Advantage estimator; docs/algorithms.md has the formulas."""
+    advantage: str = "grpo"
+    """Advantage estimator (docs/algorithms.md has the formulas): `grpo`, `dr_grpo`, `rloo`,
+    `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, or your own as `module:function`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
     compared with the same turn of its group, if every turn is rewarded for its own answer.
@@ -283,8 +333,9 @@ class AlgorithmConfig(Section):
     ] = "token_mean"
     """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
-    """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`,
-    `dppo`, or your own as `module:function`."""
+    """Policy loss (docs/algorithms.md): `truncated_pg`, `sequence_truncated_pg`, `ppo`, `tis`,
+    `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, `clip_cov`, `kl_cov`, `m2po`, or your own as
+    `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
     the learner's before the step's first update (one more forward pass)."""
@@ -295,8 +346,12 @@ class AlgorithmConfig(Section):
     cispo: CISPOConfig = msgspec.field(default_factory=CISPOConfig)
     sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
     dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
+    cppo: CPPOConfig = msgspec.field(default_factory=CPPOConfig)
+    clip_cov: ClipCovConfig = msgspec.field(default_factory=ClipCovConfig)
+    kl_cov: KLCovConfig = msgspec.field(default_factory=KLCovConfig)
+    m2po: M2POConfig = msgspec.field(default_factory=M2POConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
+    """Arguments for your own policy loss or advantage, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
     entropy_coef: SignedFloat = 0.0
     """Weight of the entropy bonus."""
@@ -319,16 +374,20 @@ class AlgorithmConfig(Section):
                 '"recomputed", and a `policy_loss` other than '
                 "'tis', which has it"
             )
-        if self.policy_loss not in BUILTIN_POLICY_LOSSES and ":" not in self.policy_loss:
-            hint = find_equivalent_value("policy_loss", self.policy_loss) or did_you_mean(
-                self.policy_loss,
-                BUILTIN_POLICY_LOSSES,
-                f"built in: {', '.join(BUILTIN_POLICY_LOSSES)}.",
-            )
-            raise ValueError(
-                f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is "
-                "`module:function`."
-            )
+        _check_function_name("policy_loss", self.policy_loss, BUILTIN_POLICY_LOSSES)
+        _check_function_name("advantage", self.advantage, BUILTIN_ADVANTAGES)
+
+
+def _check_function_name(key: str, value: str, builtin: Sequence[str]) -> None:
+    """Raise `ValueError` for a `value` that is neither built in nor the name of a function."""
+    if value in builtin or ":" in value:
+        return
+    hint = find_equivalent_value(key, value) or did_you_mean(
+        value, builtin, f"built in: {', '.join(builtin)}."
+    )
+    raise ValueError(
+        f"`{key}` = {value!r}: there is none of that name; {hint} Your own is `module:function`."
+    )
 
 
 def check_policy_loss(config: AlgorithmConfig) -> None:
@@ -341,17 +400,25 @@ def check_policy_loss(config: AlgorithmConfig) -> None:
 def import_policy_loss(path: str) -> Callable[..., Any]:
     """Return the function at `module:function`. Raises `ConfigError` if there is none that
     takes one argument."""
+    return _import_function("policy_loss", path, "the loss inputs")
+
+
+def import_advantage(path: str) -> Callable[..., Any]:
+    """Return the function at `module:function`. Raises `ConfigError` if there is none that
+    takes one argument."""
+    return _import_function("advantage", path, "the scores of a group")
+
+
+def _import_function(key: str, path: str, argument: str) -> Callable[..., Any]:
     try:
         function = import_object(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
-        raise ConfigError(
-            f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}"
-        ) from error
+        raise ConfigError(f"[algorithm] `{key}` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"[algorithm] `policy_loss` = {path!r} must be a function of one argument, the loss "
-            f"inputs: {error}"
+            f"[algorithm] `{key}` = {path!r} must be a function of one argument, {argument}: "
+            f"{error}"
         ) from error
     return function

@@ -152,14 +152,19 @@ LOSS_VALUES = {
         'as there. Its `loss_type="reinforce"` is "truncated_pg"'
     ),
     "gpg": "- it is -A log pi without a ratio, the example of your own loss in docs/algorithms.md",
-    "clip_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
-    "kl_cov": "- no loss chooses tokens over the whole batch; there are bounds for each",
+    "clip_cov": (
+        'algorithm.policy_loss="clip_cov": tokens are chosen in a minibatch, not in each '
+        "micro-batch. Its clip range is `algorithm.ppo`"
+    ),
+    "kl_cov": (
+        'algorithm.policy_loss="kl_cov": tokens are chosen in a minibatch, not in each micro-batch'
+    ),
     "geo_mean": '- the loss by the mean ratio of an answer is `algorithm.policy_loss="gspo"`',
     "dro": "- the quadratic penalty is `algorithm.rollout_kl`, whose default estimator is k2",
     # `loss_type` of verl's bypass mode
     "reinforce": (
         'algorithm.policy_loss="truncated_pg": its cap, `algorithm.truncated_pg.cap`, is the '
-        'threshold of `rollout_is="token"`'
+        'threshold of `rollout_is="token"`; "sequence" is "sequence_truncated_pg"'
     ),
     "ppo_clip": (
         'algorithm.policy_loss="ppo" + algorithm.anchor="rollout": with `algorithm.ppo.dual_clip=3` '
@@ -612,6 +617,22 @@ EQUIVALENT_SETTINGS = {
         "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
         '"geometric"; of "product" product_low and product_high'
     ),
+    "clip_cov_ratio": "algorithm.clip_cov.share=$value",
+    "clip_cov_lb": "algorithm.clip_cov.low=$value",
+    "clip_cov_ub": "algorithm.clip_cov.high=$value",
+    "kl_cov_ratio": "algorithm.kl_cov.share=$value",
+    "kl_cov_frac": "algorithm.kl_cov.share=$value",
+    "ppo_kl_coef": 'algorithm.kl_cov.coef=$value: of `policy_loss="kl_cov"`',
+    "m2_threshold": 'algorithm.m2po.limit=$value: of `policy_loss="m2po"`',
+    "rollout_token_veto_threshold": f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
+    "outlier_token_is_threshold_low": (
+        f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}"
+    ),
+    "outlier_token_is_threshold_high": (
+        f"algorithm.correction.veto_high=$value: with {_OLD_RATIO_NOTE}"
+    ),
+    "sequence_mask_low": "algorithm.correction.veto_low=$value",
+    "sequence_mask_high": "algorithm.correction.veto_high=$value",
     "geo_mask_low": f"algorithm.correction.geometric_low=$value: with {_OLD_RATIO_NOTE}",
     "geo_mask_high": f"algorithm.correction.geometric_high=$value: with {_OLD_RATIO_NOTE}",
     "product_mask_low": f"algorithm.correction.product_low=$value: with {_OLD_RATIO_NOTE}",

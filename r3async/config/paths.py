@@ -111,6 +111,7 @@ def resolve_relative_paths(layer: Mapping[str, Any], directory: Path) -> dict[st
                 section,
                 {
                     "policy_loss": resolve_code_path,
+                    "advantage": resolve_code_path,
                     "distillation": lambda inner: _map_keys(inner, {"teacher": resolve_existing}),
                 },
             ),

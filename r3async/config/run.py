@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.config.algorithm import GROUP_RELATIVE_ADVANTAGES, AlgorithmConfig
+from r3async.config.algorithm import AlgorithmConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.cluster import ClusterConfig
 from r3async.config.env import EnvConfig
@@ -77,7 +77,7 @@ class Config(Section):
             )
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
-        if self.schedule.group_size < 2 and self.algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
+        if self.schedule.group_size < 2 and self.algorithm.advantage != "reinforce_pp":
             raise ValueError(
                 f"`schedule.group_size` = {self.schedule.group_size} leaves `algorithm.advantage` "
                 f"= {self.algorithm.advantage!r} nothing to compare an episode with, so every "

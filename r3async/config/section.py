@@ -67,6 +67,7 @@ DEFAULT_RANGE = NumberRange(0, 10**9)
 of all libraries can wait that long."""
 
 PositiveFloat = Annotated[float, NumberRange(0, 10**9, excludes_low=True)]
+PositiveFraction = Annotated[float, NumberRange(0, 1, excludes_low=True)]
 PositiveInt = Annotated[int, NumberRange(0, 10**9, excludes_low=True)]
 UnitFraction = Annotated[float, NumberRange(0, 1)]
 Port = Annotated[int, NumberRange(0, 65535)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from r3async.config.algorithm import BUILTIN_POLICY_LOSSES
+from r3async.config.algorithm import BUILTIN_POLICY_LOSSES, AlgorithmConfig
 from r3async.config.run import Config
 
 CommandName = Literal["train", "sft", "eval", "tinker", "init-model"]
@@ -39,10 +40,18 @@ def _has_agent_env(config: Config) -> bool:
     return any(name.startswith(("agent:", "agent-")) for name in names)
 
 
-def _make_loss_predicate(name: str) -> Callable[[Config], bool]:
-    """Return the condition for reading the section of policy loss `name`. A user-defined loss may
-    read the section of any."""
-    return lambda c: c.algorithm.policy_loss == name or ":" in c.algorithm.policy_loss
+LOSSES_OF_SECTIONS = {
+    name: [name] for name in BUILTIN_POLICY_LOSSES if name in AlgorithmConfig.__struct_fields__
+}
+"""The policy losses that read each section of `algorithm` that is named as one."""
+LOSSES_OF_SECTIONS["truncated_pg"].append("sequence_truncated_pg")
+LOSSES_OF_SECTIONS["ppo"].append("clip_cov")
+
+
+def _make_loss_predicate(names: Sequence[str]) -> Callable[[Config], bool]:
+    """Return the condition for reading a section of the policy losses `names`. A user-defined loss
+    may read the section of any."""
+    return lambda c: c.algorithm.policy_loss in names or ":" in c.algorithm.policy_loss
 
 
 READ_CONDITIONS = (
@@ -77,16 +86,16 @@ READ_CONDITIONS = (
     ),
     *(
         ReadCondition(
-            (f"algorithm.{loss}",),
-            f'`algorithm.policy_loss` = "{loss}"',
-            _make_loss_predicate(loss),
+            (f"algorithm.{section}",),
+            f"`algorithm.policy_loss` = {' or '.join(map(json.dumps, losses))}",
+            _make_loss_predicate(losses),
         )
-        for loss in BUILTIN_POLICY_LOSSES
+        for section, losses in LOSSES_OF_SECTIONS.items()
     ),
     ReadCondition(
         ("algorithm.loss_args",),
-        "`algorithm.policy_loss` = module:function, a loss of your own",
-        lambda c: ":" in c.algorithm.policy_loss,
+        "`algorithm.policy_loss` or `algorithm.advantage` = module:function, one of your own",
+        lambda c: ":" in c.algorithm.policy_loss + c.algorithm.advantage,
     ),
     ReadCondition(
         ("algorithm.correction.weight_cap",),

@@ -14,8 +14,14 @@ compared within a group:
   rewards that are credited at tokens. (Baseline and scale are computed by turn, whereas GRPO with
   process supervision, arXiv 2402.03300, section 4.1.3, pools all steps.)
 
-`compute_baseline_and_scale` turns scores into advantages. Tokens that no turn sampled have
-advantage 0. Episodes without turns have nothing to train and are compared with no other episode.
+`compute_baseline_and_scale` turns scores into advantages, or your own function,
+`algorithm.advantage = "module:function"`:
+
+    def best_of_group(inputs: AdvantageInputs) -> np.ndarray:
+        return np.where(inputs.scores == inputs.scores.max(), 1.0, -1.0)
+
+Tokens that no turn sampled have advantage 0. Episodes without turns have nothing to train and are
+compared with no other episode.
 """
 
 from __future__ import annotations
@@ -27,7 +33,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
+from r3async.config import (
+    AlgorithmConfig,
+    ConfigError,
+    OverlongPenaltyConfig,
+    import_advantage,
+)
 from r3async.data.tokens import Sample, Trajectory, Turn
 
 STD_EPS = 1e-3
@@ -245,6 +256,46 @@ class _ComparedEpisode(NamedTuple):
     task_score: float
 
 
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The inputs of your own advantage estimator: n members of a group that are compared, at least
+    two, whose scores differ. Where none do, there is nothing to compare, and advantages are 0."""
+
+    scores: np.ndarray
+    """float64 `[n]`: scores, with the penalties of `algorithm.overlong_penalty`."""
+    lengths: np.ndarray
+    """int64 `[n]`: the number of sampled tokens of what has the score."""
+    config: AlgorithmConfig
+
+
+def compute_custom_advantages(inputs: AdvantageInputs) -> np.ndarray:
+    """Return float64 `[n]`: the advantages by the function that `algorithm.advantage` names.
+
+    Raises `ValueError` if it returns anything but a finite number for each score.
+    """
+    path = inputs.config.advantage
+    made = np.asarray(import_advantage(path)(inputs), np.float64)
+    if made.shape != inputs.scores.shape or not np.isfinite(made).all():
+        raise ValueError(
+            f"`algorithm.advantage` = {path!r} must return one finite number a score, here "
+            f"{len(inputs.scores)}, and returned {made.tolist()}"
+        )
+    return made
+
+
+def check_custom_advantage(config: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if your own advantage estimator cannot be loaded, or returns for two
+    made up samples anything but two finite numbers."""
+    import_advantage(config.advantage)
+    try:
+        compute_custom_advantages(AdvantageInputs(np.array([0.0, 1.0]), np.array([3, 5]), config))
+    except Exception as error:
+        raise ConfigError(
+            f"`algorithm.advantage` = {config.advantage!r} fails with two made up samples: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmConfig) -> bool:
     """Set the advantages of one group's episodes. Return True if any compared scores differ
     without penalties."""
@@ -255,8 +306,15 @@ def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmC
         )
     differs = False
     for compared in _iter_comparisons(group, config.credit):
-        scores = [each.score for each in compared]
-        baselines, scale = compute_baseline_and_scale(scores, config.advantage)
+        scores = np.array([each.score for each in compared])
+        if ":" not in config.advantage:
+            baselines, scale = compute_baseline_and_scale(scores, config.advantage)
+        elif has_variance(scores):
+            lengths = [len(each.episode.token_turns[each.tokens]) for each in compared]
+            inputs = AdvantageInputs(scores.copy(), np.asarray(lengths, np.int64), config)
+            baselines, scale = scores - compute_custom_advantages(inputs), 1.0
+        else:
+            baselines, scale = scores, 0.0
         for each, baseline in zip(compared, baselines.tolist(), strict=True):
             each.episode.advantages[each.tokens] = scale * (each.earned - baseline)
         differs |= has_variance([each.task_score for each in compared])

@@ -118,11 +118,12 @@ def compute_correction_mask(
     Ant Group 2025; Ring-1T, arXiv 2510.18855, with 0.5 and 5);
     `max(binary_kl(pi, mu), binary_kl(mu, pi)) <= kpop` (KPop: "Taming Training-Inference
     Mismatch in Reinforcement Learning with Adaptive Masking Regions", Ant Group 2026, with
-    0.1); and `age <= max_token_age` (`schedule.max_token_age`). Per episode: `geometric`, a
-    band on `e^mean(delta)`, and `product`, on `e^sum(delta)` (Liu, Li et al., "When Speed
-    Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025);
-    `max(k3(delta)) <= max_token_kl` (trust region masking, arXiv 2512.23075, with k3 for
-    the KL at a token).
+    0.1); and `age <= max_token_age` (`schedule.max_token_age`). Per episode: `veto`, a band on
+    `e^delta` of each of its tokens (SkyRL's `outlier_token_is_threshold_low` and `_high`, with 1e-4
+    and 100); `geometric`, a band on `e^mean(delta)`, and `product`, on `e^sum(delta)` (Liu, Li et
+    al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+    Mismatch", 2025); `max(k3(delta)) <= max_token_kl` (trust region masking, arXiv 2512.23075, with
+    k3 for the KL at a token).
 
     The mask is computed without gradient, in float64. Tokens left out contribute to no part of the
     policy loss, nor to the entropy bonus; the KL terms keep them, since the trust region is what
@@ -144,6 +145,8 @@ def compute_correction_mask(
     mean = total / sum_by_episode(torch.ones_like(delta), episode_index, num_episodes).clamp(min=1)
     episodes = _is_outside_band(mean, config.geometric_low, config.geometric_high)
     episodes |= _is_outside_band(total, config.product_low, config.product_high)
+    vetoed = _is_outside_band(delta, config.veto_low, config.veto_high)
+    episodes |= sum_by_episode(vetoed, episode_index, num_episodes) > 0
     if config.max_token_kl is not None:
         episodes |= (
             torch.zeros_like(total).scatter_reduce_(0, episode_index, k3(delta), "amax")
@@ -182,6 +185,8 @@ def corrects_by_episode(config: CorrectionConfig) -> bool:
         config.geometric_high,
         config.product_low,
         config.product_high,
+        config.veto_low,
+        config.veto_high,
         config.max_token_kl,
     )
     return any(bound is not None for bound in bounds)

@@ -45,6 +45,7 @@ from r3async.learner.policy_loss import (
     needs_old_logprobs,
     resolve_policy_loss,
 )
+from r3async.learner.token_choice import TOKEN_CHOICES
 
 
 def needs_whole_episodes(config: AlgorithmConfig) -> bool:
@@ -138,6 +139,10 @@ class TokenBatch:
     """The number of episodes, S."""
     staleness: Tensor
     """int32 `[M]`: the learner's version minus the token's."""
+    turns: Tensor | None = None
+    """int32 `[M]`: the turn that sampled each token. None: an episode's tokens are in its order."""
+    chosen: Tensor | None = None
+    """bool `[M]`: the tokens that `token_choice.TOKEN_CHOICES` has chosen for this loss."""
     old_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the learner before the step's first update."""
     reference_logprobs: Tensor | None = None
@@ -164,8 +169,8 @@ def compute_loss(
     """Return the scalar loss of one micro-batch, and its sums.
 
     Only `logprobs`, and `entropies` if their term is used, receive gradient. Without tokens the
-    loss is a 0 that can be propagated back. Raises `ValueError` if log-probs that the configuration
-    needs are missing.
+    loss is a 0 that can be propagated back. Raises `ValueError` if a column that the configuration
+    needs is missing.
 
     Args:
         logprobs: float32 `[M]`: the learner's log-probs of the tokens.
@@ -178,6 +183,7 @@ def compute_loss(
     for name, needs in (
         ("old_logprobs", needs_old_logprobs(config)),
         ("reference_logprobs", config.reference_kl.coef != 0),
+        ("chosen", config.policy_loss in TOKEN_CHOICES),
     ):
         if needs and getattr(batch, name) is None:
             raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
@@ -292,4 +298,6 @@ def _build_loss_inputs(
         episode_index=batch.episode_index,
         num_episodes=batch.num_episodes,
         config=config,
+        turns=batch.turns,
+        chosen=batch.chosen,
     )

@@ -17,6 +17,7 @@ from r3async.learner.drift_metrics import (
     SERVED_PREDICTION_METRIC,
     compute_drift_metrics,
 )
+from r3async.learner.loss import needs_whole_episodes
 from r3async.learner.loss_sums import LossSums
 from r3async.learner.optimizer import OptimizerUpdate
 from r3async.learner.results import DriftSums, GapMoments, MinibatchResult
@@ -78,7 +79,7 @@ def build_minibatch_result(
             "batch/trained_tokens": counts.trained,
             "batch/micro_batches": counts.micro_batches,
             "batch/split_episodes": float(minibatch.split_episodes.sum())
-            if minibatch.needs_global_logprobs
+            if needs_whole_episodes(minibatch.config.algorithm)
             else 0.0,
             "batch/shared_tokens": counts.shared,
             "batch/fill": (counts.total - counts.shared) / budget,

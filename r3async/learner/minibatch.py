@@ -30,6 +30,7 @@ from r3async.learner.split_episodes import (
     merge_logprobs,
     select_episode_columns,
 )
+from r3async.learner.token_choice import TOKEN_CHOICES
 
 
 def build_minibatch(
@@ -101,7 +102,8 @@ def build_minibatch(
     if minibatch.needs_global_logprobs and not minibatch.token_index_count:
         raise LearnerError(
             f"{config.algorithm.policy_loss!r} or a correction takes whole episodes, of which some "
-            "are in several micro-batches, and the column 'place' is missing"
+            "are in several micro-batches, or chooses tokens of the whole minibatch, and the "
+            "column 'place' is missing"
         )
     return minibatch
 
@@ -294,6 +296,8 @@ class Minibatch(TrainableMinibatch):
     replays_routes = True
     _global_columns: TokenColumns = field(init=False, default_factory=dict)
     """Columns of the trained tokens of all ranks, if `set_global_logprobs` was called."""
+    _is_chosen: np.ndarray | None = field(init=False, default=None)
+    """bool, by place: the tokens that the policy loss has chosen among them."""
     _loss_sums: LossSums | None = field(init=False, default=None)
     _drift_sums: list[Tensor] = field(init=False, default_factory=list)
     """float64 `[2, drift_bin_count, 2]` for each trained micro-batch: `sum_drift` of its tokens,
@@ -304,7 +308,9 @@ class Minibatch(TrainableMinibatch):
 
     @property
     def needs_global_logprobs(self) -> bool:
-        return bool(self.split_episodes.any()) and needs_whole_episodes(self.config.algorithm)
+        algorithm = self.config.algorithm
+        is_split = bool(self.split_episodes.any()) and needs_whole_episodes(algorithm)
+        return is_split or algorithm.policy_loss in TOKEN_CHOICES
 
     @property
     def episode_count(self) -> int:
@@ -341,6 +347,13 @@ class Minibatch(TrainableMinibatch):
         self._global_columns = gather_token_columns(
             places, columns, self.token_index_count, self.ranks
         )
+        choose = TOKEN_CHOICES.get(self.config.algorithm.policy_loss)
+        if choose is not None:
+            everywhere = self._global_columns
+            generator = np.random.default_rng([self.config.seed, self.version])
+            chosen = choose(everywhere, self.config.algorithm, generator)
+            self._is_chosen = np.zeros(self.token_index_count, np.bool_)
+            self._is_chosen[everywhere["place"][chosen]] = True
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
         self._add_drift(index, logprobs)
@@ -381,10 +394,12 @@ class Minibatch(TrainableMinibatch):
             )
             is_in_micro_batch.index_fill_(0, rows, True)
             logprobs, entropies = merge_logprobs(columns["logprobs"], rows, logprobs, entropies)
+        if self._is_chosen is not None:
+            columns["chosen"] = self._is_chosen[columns.get("place", tokens.token_index)]
         episodes, episode_index = np.unique(columns["episode"], return_inverse=True)
-        names = [name for name in (*LOSS_COLUMNS, "weights", "staleness") if name in columns]
+        names = (*LOSS_COLUMNS, "weights", "staleness", "turns", "chosen")
         batch = TokenBatch(
-            **{name: upload_array(columns[name], device) for name in names},
+            **{name: upload_array(columns[name], device) for name in names if name in columns},
             episode_index=upload_array(episode_index, device),
             num_episodes=len(episodes),
             in_micro_batch=is_in_micro_batch,
@@ -408,6 +423,7 @@ class Minibatch(TrainableMinibatch):
             if "loss_weights" in table
             else equal_weights,
             "staleness": self.version - table["policy_version"][tokens.rows],
+            "turns": table["turn"][tokens.rows],
             "episode": tokens.episode_index,
         }
 

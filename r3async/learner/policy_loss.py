@@ -67,6 +67,11 @@ class LossInputs:
     """The number of episodes, S. Episodes are whole, with all their trained tokens, except for a
     `by_token` loss."""
     config: AlgorithmConfig
+    turns: Tensor | None = None
+    """int32 `[M]`: the turn that sampled each token; None: an episode's tokens are in its order."""
+    chosen: Tensor | None = None
+    """bool `[M]`: the tokens that the loss's choice among those of the whole minibatch has taken,
+    if `token_choice.TOKEN_CHOICES` has one."""
 
     def ratio(self) -> Tensor:
         """Return r, `[M]`, with gradient."""
@@ -139,6 +144,22 @@ def truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
     ratio = inputs.ratio().detach()
     cap = inputs.config.truncated_pg.cap
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
+
+
+def sequence_truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return the policy gradient with one truncated importance weight an episode:
+    `-sg(min(s, cap)) A log pi`, with `s = e^clamp(sum of (log pi - log pi_a), -20, 20)`.
+
+    With the rollout policy as the anchor, s is the whole importance weight of the episode, and no
+    further forward pass is needed: verl's bypass mode with `loss_type = "reinforce"` and
+    `rollout_is = "sequence"` (Liu, Li et al., "When Speed Kills Stability", 2025). The cap is that
+    of `truncated_pg_loss`.
+    """
+    log_ratio = inputs.episode_sum((inputs.logprobs - inputs.anchor_logprobs).detach())
+    ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
+    cap = inputs.config.truncated_pg.cap
+    value = -ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs
+    return PolicyLoss(value, ratio > cap, ratio > cap)
 
 
 @by_token
@@ -259,6 +280,91 @@ def dppo_loss(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(torch.where(clipped, 0.0, -ratio * advantages), clipped)
 
 
+def cppo_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return CPPO's loss: `-M r A`, with `M = 0` where a token that moves further away exceeds its
+    threshold or the budget of its prefix, else 1.
+
+    Of an episode's trained tokens 1 .. T, with `D_t = |pi - pi_a|` as in `dppo_loss`, and weights
+    `w_t = 1 - (1 - weight_min) (t - 1) / (T - 1)`, it is `M_t = 1` where `A_t (r_t - 1) <= 0`, or
+
+        w_t D_t <= min(threshold, threshold + budget W_{t-1} - S_{t-1})
+
+    for the sums W of w and S of w D over the tokens before it, masked or not: an early token may
+    move less than a late one, and less after a prefix that moved more than `budget` in the mean.
+    CPPO with the binary-TV divergence and a constant budget, arXiv 2606.10968, eq. 8 to 11 and
+    algorithm 1. (Its runs on base models take each response's 90th percentile of D for the budget,
+    within budget .. 2 budget, eq. 22.) Its authors anchor on the rollout policy.
+    """
+    settings = inputs.config.cppo
+    ratio = inputs.ratio()
+    change = inputs.logprobs.detach().double().exp() - inputs.anchor_logprobs.double().exp()
+    place = _sum_prefixes(inputs, inputs.mask)
+    last = (inputs.episode_sum(inputs.mask) - 1).clamp(min=1)
+    weights = 1 - (1 - settings.weight_min) * place / last
+    moved = weights * change.abs()
+    slack = settings.budget * _sum_prefixes(inputs, weights) - _sum_prefixes(inputs, moved)
+    clipped = (inputs.advantages * change > 0) & (moved > settings.threshold + slack.clamp(max=0))
+    return PolicyLoss(torch.where(clipped, 0.0, -ratio * inputs.advantages), clipped)
+
+
+def _sum_prefixes(inputs: LossInputs, values: Tensor) -> Tensor:
+    """Return float64 `[M]`: the sum of `values` `[M]`, each within 0..1, over the tokens of the
+    episode before each token, in the order of its turns, within `inputs.mask`.
+
+    In integers, as multiples of 2^-40: exact whatever else is in the micro-batch, and deterministic
+    on a GPU, where torch has no such running sum of floats.
+    """
+    order = torch.arange(len(values), device=values.device)
+    for key in (inputs.turns, inputs.episode_index):
+        order = order if key is None else order[torch.argsort(key[order], stable=True)]
+    steps = (torch.where(inputs.mask, values, 0).double() * 2**40).round().long()[order]
+    running = steps.cumsum(0) - steps
+    episodes = inputs.episode_index[order]
+    first = torch.full((inputs.num_episodes,), 2**62, device=values.device)
+    first.scatter_reduce_(0, episodes, running, "amin")
+    return torch.empty_like(running).index_copy(0, order, running - first[episodes]) / 2**40
+
+
+@by_token
+def clip_cov_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return Clip-Cov's loss: that of `ppo_loss`, 0 for the chosen tokens, some of those that lower
+    the entropy most (`token_choice.choose_clip_cov`).
+
+    Clip-Cov, arXiv 2505.22617, eq. 12, with PPO's clipping as in its authors' code.
+    """
+    assert inputs.chosen is not None
+    loss = ppo_loss(inputs)
+    value = torch.where(inputs.chosen, 0.0, loss.value)
+    return PolicyLoss(value, loss.clipped | inputs.chosen, loss.high)
+
+
+@by_token
+def kl_cov_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return KL-Cov's loss: `-r A`, plus `coef |log pi - log pi_a|` for the chosen tokens, those
+    that lower the entropy most (`token_choice.choose_kl_cov`).
+
+    KL-Cov, arXiv 2505.22617, eq. 14, with its authors' estimate of the KL.
+    """
+    assert inputs.chosen is not None
+    away = (inputs.logprobs - inputs.anchor_logprobs).abs()
+    penalty = inputs.config.kl_cov.coef * torch.where(inputs.chosen, away, 0.0)
+    value = penalty - inputs.ratio() * inputs.advantages
+    return PolicyLoss(value, torch.zeros_like(inputs.mask))
+
+
+@by_token
+def m2po_loss(inputs: LossInputs) -> PolicyLoss:
+    """Return M2PO's loss: `-r A`, 0 for the chosen tokens, those that move furthest away
+    (`token_choice.choose_m2po`).
+
+    M2PO, arXiv 2510.01161, eq. 5. Its ratio is to the policy that sampled.
+    """
+    assert inputs.chosen is not None
+    return PolicyLoss(
+        torch.where(inputs.chosen, 0.0, -inputs.ratio() * inputs.advantages), inputs.chosen
+    )
+
+
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
@@ -287,12 +393,17 @@ def _clip_to_bounds(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "truncated_pg": truncated_pg_loss,
+    "sequence_truncated_pg": sequence_truncated_pg_loss,
     "ppo": ppo_loss,
     "tis": tis_loss,
     "gspo": gspo_loss,
     "cispo": cispo_loss,
     "sapo": sapo_loss,
     "dppo": dppo_loss,
+    "cppo": cppo_loss,
+    "clip_cov": clip_cov_loss,
+    "kl_cov": kl_cov_loss,
+    "m2po": m2po_loss,
 }
 
 

@@ -47,6 +47,8 @@ MASK_KEYS = (
     "geometric_high",
     "product_low",
     "product_high",
+    "veto_low",
+    "veto_high",
     "max_token_kl",
 )
 POLICY_INPUTS = ("logprobs", "advantages")

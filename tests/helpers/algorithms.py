@@ -33,6 +33,8 @@ class Tokens:
     weights: np.ndarray
     ages: np.ndarray
     mask: np.ndarray
+    chosen: np.ndarray
+    """Tokens that a loss has chosen among those of the minibatch."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -62,7 +64,7 @@ def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, maske
         columns = {k: v.astype(np.float32).astype(np.float64) for k, v in columns.items()}
         for name in ("rollout", "old", "reference", "advantages", "weights"):
             columns[name][~mask] = rng.choice([np.nan, np.inf, -np.inf], np.count_nonzero(~mask))
-        samples.append(Tokens(**columns, ages=rng.integers(0, 5, n), mask=mask))
+        samples.append(Tokens(**columns, ages=rng.integers(0, 5, n), mask=mask, chosen=np.arange(n) % 3 == seed % 3))
     return samples
 
 
@@ -83,6 +85,7 @@ def batch_of(
         ),
         num_episodes=len(samples),
         staleness=column("ages").to(torch.int32),
+        chosen=column("chosen").bool(),
         old_logprobs=column("old"),
         reference_logprobs=column("reference"),
     )
@@ -169,6 +172,7 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | No
     if rows:
         whole &= inside(math.exp(sum(deltas.values()) / len(rows)), c.geometric_low, c.geometric_high)
         whole &= inside(math.exp(sum(deltas.values())), c.product_low, c.product_high)
+        whole &= all(inside(math.exp(d), c.veto_low, c.veto_high) for d in deltas.values())
         whole &= c.max_token_kl is None or max(k3(d) for d in deltas.values()) <= c.max_token_kl
     kept = []
     for t in range(len(sample)):
@@ -192,6 +196,10 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
     if name == "truncated_pg":
         w = min(r, config.truncated_pg.cap)
         return -w * a * lp, -w * a
+    if name == "sequence_truncated_pg":
+        r = exp20(math.fsum(float(sample.logprobs[i] - anchors[i]) for i in range(len(sample)) if kept[i]))
+        w = min(r, config.truncated_pg.cap)
+        return -w * a * lp, -w * a
     if name == "cispo":
         w = clip(r, 1 - config.cispo.clip_low, 1 + config.cispo.clip_high)
         return -w * a * lp, -w * a
@@ -206,6 +214,23 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
         ):
             return 0.0, 0.0
         return -r * a, -r * a
+    if name == "cppo":
+        c, rows = config.cppo, [i for i in range(len(sample)) if kept[i]]
+        weights = [1 - (1 - c.weight_min) * i / max(len(rows) - 1, 1) for i in range(len(rows))]
+        moved = [
+            w * abs(math.exp(sample.logprobs[i]) - math.exp(anchors[i])) for w, i in zip(weights, rows, strict=True)
+        ]
+        at = rows.index(t)
+        budget = c.threshold + c.budget * math.fsum(weights[:at]) - math.fsum(moved[:at])
+        stays = a * (r - 1) <= 0 or moved[at] <= min(c.threshold, budget)
+        return (-r * a, -r * a) if stays else (0.0, 0.0)
+    if name == "clip_cov" and sample.chosen[t]:
+        return 0.0, 0.0
+    if name == "kl_cov":
+        coef = config.kl_cov.coef * bool(sample.chosen[t])
+        return coef * abs(lp - anchor) - r * a, coef * np.sign(lp - anchor) - r * a
+    if name == "m2po":
+        return (0.0, 0.0) if sample.chosen[t] else (-r * a, -r * a)
     weight, settings, dual = 1.0, config.ppo, config.ppo.dual_clip
     if name == "gspo":
         rows = [i for i in range(len(sample)) if kept[i]]

@@ -69,6 +69,7 @@ REFUSED = {
     "tensors": "train quickstart model.path=other_sizes",
     "tokenizer": "train quickstart model.path=bad_tokenizer",
     "policy loss": "train quickstart algorithm.policy_loss=nowhere:loss",
+    "advantage": "train quickstart algorithm.advantage=mine.py:no_reward",
     "environment": "train quickstart env.name=nowhere:Game env.args={}",
     "rows": "train quickstart data=long.jsonl",
     "first episode": "train quickstart data=rows.jsonl reward=mine.py:no_reward",

@@ -51,6 +51,7 @@ NAMES = {
     "one of several evaluations": '[evaluation]\nevery_steps = 5\n[evaluation.sets.a.env]\nname = "{module}:Env"',
     "a reward of a module": 'data = "rows.jsonl"\nreward = ["exact", {{ fn = "{module}:reward" }}]',
     "a reward of a file": 'data = "rows.jsonl"\nreward = "{module}.py:reward"',
+    "an advantage": '[algorithm]\nadvantage = "{module}:loss"',
     "a loss": '[algorithm]\npolicy_loss = "{module}:loss"',
 }
 LOOKS = {
@@ -100,7 +101,7 @@ def test_every_name_is_found_with_its_setting(what, stranger, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     ((setting, name),) = find_named_code(load_config("theirs.toml")).items()
     assert module in name or name == "os:system"
-    assert setting.rpartition(".")[2] in ("name", "opponent", "reward", "policy_loss")
+    assert setting.rpartition(".")[2] in ("name", "opponent", "reward", "policy_loss", "advantage")
 
 
 def test_what_is_ours_is_no_code_of_somebody_s():

@@ -6,14 +6,22 @@ import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from r3async.config import AlgorithmConfig, OverlongPenaltyConfig, config_from_dict
+from r3async.config import BUILTIN_ADVANTAGES, AlgorithmConfig, ConfigError, OverlongPenaltyConfig, config_from_dict
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.advantages import assign_advantages, compute_overlong_penalty, group_has_variance
+from r3async.learner.advantages import (
+    AdvantageInputs,
+    assign_advantages,
+    check_custom_advantage,
+    compute_overlong_penalty,
+    group_has_variance,
+)
 from r3async.learner.prepare import prepare_minibatches
 from tests.helpers.algorithms import algorithm
 
-ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
+ESTIMATORS = list(BUILTIN_ADVANTAGES)
 NAMES = "zero_variance_groups zero_variance_share overlong_samples filtered_tokens overlong_penalty mean std abs_max"
 FIGURES = {f"advantage/{name}" for name in NAMES.split()}
 
@@ -330,3 +338,77 @@ def test_a_reward_between_turns_counts_for_the_turns_before_it_in_any_sample():
 
     config = algorithm(advantage="dr_grpo", credit="token")
     assert advantages([[made(0, 1.0), made(1, 0.0)]], config) == [[0.5], [0.5, 0.0], [-0.5], [-0.5, 0.0]]
+
+
+def minus_mean(inputs: AdvantageInputs) -> np.ndarray:
+    scores = inputs.scores
+    scores -= scores.mean()  # its own to change
+    scores *= inputs.config.loss_args.get("scale", 1.0)
+    return scores
+
+
+def by_length(inputs: AdvantageInputs) -> np.ndarray:
+    return inputs.lengths
+
+
+def too_few(inputs: AdvantageInputs) -> np.ndarray:
+    return inputs.scores[:1]
+
+
+def not_finite(inputs: AdvantageInputs) -> np.ndarray:
+    return inputs.scores / 0
+
+
+def unexpected(inputs: AdvantageInputs) -> np.ndarray:
+    raise AssertionError("there is nothing to compare")
+
+
+def own(function) -> dict:
+    return {"advantage": f"{__name__}:{function.__name__}"}
+
+
+@given(
+    st.lists(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.sampled_from(["trajectory", "turn", "token"]),
+    st.floats(0.1, 10.0),
+)
+def test_an_advantage_of_ones_own_is_that_of_its_formula(rewards, credit, scale):
+    group = [episode(i, each) for i, each in enumerate(rewards)]
+    got = advantages([group], algorithm(**own(minus_mean), credit=credit, loss_args={"scale": scale}))
+    want = advantages([group], algorithm(advantage="dr_grpo", credit=credit))
+    if credit == "token":  # the baseline is that of the turn's first token
+        scale = 1.0
+        got = advantages([group], algorithm(**own(minus_mean), credit=credit))
+    for mine, other in zip(got, want, strict=True):
+        assert mine == pytest.approx([scale * x for x in other], rel=1e-5, abs=1e-6)
+
+
+def test_an_advantage_of_ones_own_knows_the_lengths_of_what_is_compared():
+    group = [episode(i, [float(i), 2.0 * i], lengths=lengths) for i, lengths in enumerate(([3, 1], [2, 5]))]
+    assert advantages([group], algorithm(**own(by_length))) == [[4.0] * 4, [7.0] * 7]
+    assert advantages([group], algorithm(**own(by_length), credit="turn")) == [[3.0] * 3 + [1.0], [2.0] * 2 + [5.0] * 5]
+
+
+def test_an_advantage_of_ones_own_is_not_called_where_nothing_differs():
+    same = [[episode(0, [0.3]), episode(1, [0.1 + 0.2])], [episode(0, [1.0], group=1)]]
+    assert advantages(same, algorithm(**own(unexpected))) == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("function", [too_few, not_finite])
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_an_advantage_that_is_no_number_a_score_is_refused(function):
+    says = "must return one finite number a score, here 2, and returned"
+    with pytest.raises(ValueError, match=says):
+        advantages([[episode(0, [0.0]), episode(1, [1.0])]], algorithm(**own(function)))
+    with pytest.raises(ConfigError, match=f"`algorithm.advantage` = .* fails with two made up samples: .*{says}"):
+        check_custom_advantage(algorithm(**own(function)))
+
+
+def test_an_advantage_of_ones_own_is_checked_before_the_start():
+    check_custom_advantage(algorithm(**own(minus_mean)))
+    with pytest.raises(ConfigError, match=r"\[algorithm\] `advantage` = .* cannot be loaded"):
+        check_custom_advantage(algorithm(advantage="nowhere:function"))
+    with pytest.raises(ConfigError, match="must be a function of one argument, the scores of a group"):
+        check_custom_advantage(algorithm(advantage=f"{__name__}:by_hand"))
+    with pytest.raises(ConfigError, match=r"`advantage` = 'grpoo': there is none of that name; did you mean 'grpo'"):
+        algorithm(advantage="grpoo")

@@ -30,8 +30,8 @@ IN_VAIN = [
     (["algorithm.rollout_kl.estimator=k3", "algorithm.rollout_kl.coef=0"], "rollout_kl.coef"),
     (["algorithm.rollout_kl.measure=replayed"], "`algorithm.rollout_kl.target` or `max`"),
     (["algorithm.correction.weight_cap=3"], "correction.weight"),
-    (["algorithm.loss_args.x=1"], "a loss of your own"),
-    (["algorithm.loss_args.x=null"], "a loss of your own"),
+    (["algorithm.loss_args.x=1"], "one of your own"),
+    (["algorithm.loss_args.x=null"], "one of your own"),
     (["schedule.difficulty.easy=0.9"], "settled_share"),
     (["schedule.difficulty.groups=5"], "settled_share"),
     (["schedule.window=4", "schedule.max_staleness=0"], "max_staleness"),
@@ -74,6 +74,9 @@ def test_the_command_line_and_python_refuse_it_alike(tmp_path):
 
 READ = [
     ["algorithm.policy_loss=ppo", "algorithm.ppo.clip_high=0.28"],
+    ["algorithm.policy_loss=clip_cov", "algorithm.ppo.clip_high=0.28"],
+    ["algorithm.policy_loss=sequence_truncated_pg", "algorithm.truncated_pg.cap=3"],
+    [f"algorithm.advantage={__name__}:own_loss", "algorithm.loss_args.x=1"],
     [f"algorithm.policy_loss={__name__}:own_loss", "algorithm.loss_args.x=1", "algorithm.ppo.clip_low=0.1"],
     ["evaluation.every_steps=5", "evaluation.samples_per_task=8"],
     ["evaluation.every_steps=0"],

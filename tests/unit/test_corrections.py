@@ -42,6 +42,8 @@ def kept(
         ({"product_high": 1.6}, [[2.0, 0.5], [1.2, 1.2, 1.2], [1.5]], [True] * 2 + [False] * 3 + [True]),
         ({"geometric_low": 0.8}, [[0.9], [0.5, 1.0]], [True, False, False]),
         ({"product_low": 0.6}, [[0.9], [0.5, 1.0]], [True, False, False]),
+        ({"veto_low": 0.5}, [[0.4, 1.0], [0.6, 3.0], [1.0]], [False] * 2 + [True] * 3),
+        ({"veto_low": 0.5, "veto_high": 2.0}, [[0.5, 2.0], [1.0, 2.1], [1.0]], [True, True, False, False, True]),
         ({"max_token_kl": 0.2}, [[1.0, 1.0, 2.0], [1.5, 0.7]], [False] * 3 + [True] * 2),
     ],
     ids=str,
@@ -79,6 +81,7 @@ CORRECTIONS = [
     {"kpop": 0.01},
     {"geometric_low": 0.9, "geometric_high": 1.1},
     {"product_low": 0.8, "product_high": 1.5},
+    {"veto_low": 0.7, "veto_high": 1.5},
     {"max_token_kl": 0.05},
     {"max_token_age": 2},  # of the schedule
     {

@@ -37,6 +37,7 @@ def inputs(config: AlgorithmConfig, ratios: list[float], advantages: list[float]
         episode_index=torch.zeros(len(ratios), dtype=torch.int64),
         num_episodes=1,
         config=config,
+        chosen=torch.zeros(len(ratios), dtype=torch.bool),
     )
 
 
@@ -68,6 +69,12 @@ def test_bounds_of_truncated_pg_and_cispo_keep_every_token():
     check("truncated_pg", {"truncated_pg": {"cap": 1.5}}, given, [-0.5, -1.2, -1.5, 1.5], clipped=clipped)
     check("cispo", {}, ([0.1, 6.0, 6.0], [1, 1, -1]), [-0.1, -5, 5])
     check("cispo", {"cispo": {"clip_low": 0.2}}, ([0.1], [1]), [-0.8])
+
+
+def test_a_sequence_has_one_weight_the_capped_product_of_its_ratios():
+    given = ([0.5, 2.0, 1.5], [1, 1, -1])
+    check("sequence_truncated_pg", {}, given, [-1.5, -1.5, 1.5], clipped=[False] * 3)
+    check("sequence_truncated_pg", {"truncated_pg": {"cap": 1.2}}, given, [-1.2, -1.2, 1.2], clipped=[True] * 3)
 
 
 def test_ppo_stops_tokens_that_would_move_further_away():
@@ -113,6 +120,26 @@ def test_dppo_bounds_probability_and_not_its_ratio():
     given, clipped = ([10.0, 1.5, 1.7, 0.8, 0.8, 1.7], [1, 1, 1, -1, 1, -1]), [False, False, True, True, False, False]
     bounds, p = {"dppo": {"threshold_low": 0.1, "threshold_high": 0.3}}, [0.001, 0.4, 0.5, 0.9, 0.5, 0.5]
     check("dppo", bounds, given, [-10, -1.5, 0, 0, -0.8, 1.7], clipped=clipped, anchor=np.log(p).tolist())
+
+
+def test_cppo_narrows_with_the_drift_of_the_prefix_and_widens_with_the_position():
+    # Each token moves by 0.1: under 0.15 alone, but not after two that each used more than the budget of 0.02.
+    p, cppo = [0.1] * 4, {"threshold": 0.15, "weight_min": 1.0, "budget": 0.02}
+    given = ([2.0] * 4, [1, 1, -1, 1])
+    check("cppo", {"cppo": cppo}, given, [-2, 0, 2, 0], clipped=[False, True, False, True], anchor=np.log(p).tolist())
+    # Weights 1, 0.75, 0.5: the last may move twice as far as the first.
+    wide = {"threshold": 0.14, "weight_min": 0.5, "budget": 1.0}
+    given, p = ([1.3, 1.3, 1.3], [1, 1, 1]), [0.6, 0.6, 0.6]
+    check("cppo", {"cppo": wide}, given, [0, -1.3, -1.3], clipped=[True, False, False], anchor=np.log(p).tolist())
+
+
+def test_a_prefix_of_cppo_is_in_the_order_of_turns():
+    # Between the first two rows a turn has not moved, which leaves more of the budget.
+    config = algorithm(cppo={"threshold": 0.15, "weight_min": 1.0, "budget": 0.04})
+    made = inputs(config, [2.0, 2.0, 1.0], [1, 1, 1], anchor=[math.log(0.1)] * 3)
+    assert POLICY_LOSSES["cppo"](made).clipped.tolist() == [False, True, False]
+    turns = torch.tensor([0, 2, 1], dtype=torch.int32)
+    assert POLICY_LOSSES["cppo"](replace(made, turns=turns)).clipped.tolist() == [False] * 3
 
 
 def test_tis_clips_to_the_learner_before_the_step_and_weighs_by_the_rollout():
@@ -177,7 +204,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
 
 
 def test_what_is_no_loss_is_refused_when_the_config_is_read():
-    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo\."
+    says = rf"there is none of that name; built in: {', '.join(NAMES)}\."
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
         load_config("quickstart", ["algorithm.policy_loss=zzz"])
 
@@ -204,10 +231,15 @@ KL, MAXRL = "[algorithm.rollout_kl]", {"advantage": "maxrl"}
         ({"ppo": {"clip_low": 0.0}}, "[algorithm.ppo] `clip_low` must be greater than 0"),
         ({"ppo": {"dual_clip": 1.0}}, "[algorithm.ppo] `dual_clip` must be more than 1"),
         ({"tis": {"cap": 0.0}}, "[algorithm.tis] `cap`"),
+        ({"clip_cov": {"share": 2.0}}, "[algorithm.clip_cov] `share` must be at most 1"),
+        ({"clip_cov": {"low": 5.0}}, "[algorithm.clip_cov] `low` must be less than `high`"),
+        ({"kl_cov": {"share": 2.0}}, "[algorithm.kl_cov] `share` must be at most 1"),
+        ({"cppo": {"weight_min": 1.1}}, "[algorithm.cppo] `weight_min` must be at most 1"),
         ({"policy_loss": "decoupled_ppo"}, 'here it is `algorithm.policy_loss="tis"` and `algorithm.tis.cap=5`'),
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
         ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),
         ({"correction": {"product_high": 0.5}}, "[algorithm.correction] `product_high` must be at least 1"),
+        ({"correction": {"veto_high": 0.9}}, "[algorithm.correction] `veto_high` must be at least 1"),
         ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
         ({"ratio_cap": 2.0, "policy_loss": "tis"}, "algorithm.truncated_pg.cap"),
         ({"correction": {"weight": "token"}}, "[algorithm.correction] `weight` needs `numerator`"),

@@ -44,7 +44,11 @@ LOSSES: list[dict] = [
     *({"policy_loss": name} for name in POLICY_LOSSES),
     {"policy_loss": "ppo", "ppo": {"dual_clip": 1.3}},
     {"policy_loss": "gspo", "gspo": {"clip_low": 0.1, "clip_high": 0.1}},
-    *({"policy_loss": name, "anchor": "recomputed"} for name in ("truncated_pg", "ppo", "gspo", "sapo", "dppo")),
+    *(
+        {"policy_loss": name, "anchor": "recomputed"}
+        for name in ("truncated_pg", "ppo", "gspo", "sapo", "dppo", "cppo")
+    ),
+    {"policy_loss": "cppo", "cppo": {"threshold": 0.05, "weight_min": 0.3, "budget": 0.01}},
     {"policy_loss": "gspo", "gspo": {"noise": 0.1}},
     {"policy_loss": "tis", "tis": {"cap": 1.05, "dual_clip": 1.3}},
     *(
@@ -76,6 +80,39 @@ def test_every_term_and_gradient_token_by_token(loss, estimator):
     assert distance(got.logprob_grads, want["gradients"]) < 1e-9
     entropy = [-0.1 * np.where(k, s.weights, 0.0) for s, k in zip(samples, kept, strict=True)]
     assert distance(got.entropy_grads, entropy) < 1e-12
+
+
+BOUNDS = st.floats(1e-3, 0.5)
+DRAWN = {
+    "cppo": st.fixed_dictionaries({"threshold": BOUNDS, "weight_min": st.floats(0.05, 1.0), "budget": BOUNDS}).map(
+        lambda drawn: {"policy_loss": "cppo", "cppo": drawn}
+    ),
+    "sequence_truncated_pg": st.floats(0.1, 10.0).map(
+        lambda cap: {"policy_loss": "sequence_truncated_pg", "truncated_pg": {"cap": cap}}
+    ),
+    "clip_cov": st.tuples(BOUNDS, BOUNDS).map(
+        lambda drawn: {"policy_loss": "clip_cov", "ppo": dict(zip(("clip_low", "clip_high"), drawn, strict=True))}
+    ),
+    "kl_cov": st.floats(0.01, 3.0).map(lambda coef: {"policy_loss": "kl_cov", "kl_cov": {"coef": coef}}),
+    "m2po": st.sampled_from(["rollout", "recomputed"]).map(lambda anchor: {"policy_loss": "m2po", "anchor": anchor}),
+    "veto": st.tuples(st.floats(0.01, 1.0), st.floats(1.0, 4.0), st.sampled_from(["learner", "recomputed"])).map(
+        lambda drawn: {"correction": dict(zip(("veto_low", "veto_high", "numerator"), drawn, strict=True))}
+    ),
+}
+"""Settings of losses and masks in which a token depends on others."""
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_value_and_gradient_with_any_settings(drawn, data):
+    config = algorithm(**data.draw(DRAWN[drawn], label="settings"))
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5), label="lengths")
+    drift = data.draw(st.sampled_from([0.0, 0.02, 0.3, 2.0]), label="drift")
+    samples = make_samples(data.draw(st.integers(0, 1000), label="seed"), lengths, drift=drift)
+    want, got = by_hand(samples, config, coef=0.0), run([samples], config, torch.float64, coef=0.0)
+    assert got.loss == pytest.approx(want["loss/policy"], rel=1e-9, abs=1e-15)
+    assert distance(got.logprob_grads, want["gradients"]) < 1e-9
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
@@ -172,6 +209,18 @@ def test_logprobs_that_the_configuration_needs_must_be_there():
         lacking = dataclasses.replace(batch, **{f"{name}_logprobs": None})
         with pytest.raises(ValueError, match=f"needs `{name}_logprobs`"):
             compute_loss(lacking, logprobs, entropies, algorithm(**changes), rollout_kl_coef=0.0)
+
+
+def test_tokens_that_a_loss_chooses_must_be_there():
+    batch, logprobs, entropies = batch_of(make_samples(0, [3]))
+    with pytest.raises(ValueError, match="needs `chosen`"):
+        compute_loss(
+            dataclasses.replace(batch, chosen=None),
+            logprobs,
+            entropies,
+            algorithm(policy_loss="kl_cov"),
+            rollout_kl_coef=0.0,
+        )
 
 
 def test_figures_against_single_tokens():

@@ -117,7 +117,7 @@ PASTED = {
     "tis_clip=2.0": "`algorithm.tis.cap=2.0`",
     "use_tis=true": '`algorithm.policy_loss="tis"`',
     # a value of theirs for a setting of ours
-    "algorithm.policy_loss=dppo_tv": 'no such loss; here it is `algorithm.policy_loss="dppo"`',
+    "algorithm.policy_loss=dppo_tv": 'there is none of that name; here it is `algorithm.policy_loss="dppo"`',
     "algorithm.reduction=seq-mean-token-mean": 'here it is `algorithm.reduction="sequence_mean"`',
     "algorithm.advantage=reinforce++": 'here it is `algorithm.advantage="reinforce_pp"`',
 }

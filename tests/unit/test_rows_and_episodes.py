@@ -1,5 +1,6 @@
 """An episode is trained alike as one row and as many: the same gradient for every loss, reduction, correction and credit."""
 
+import itertools
 import sys
 import threading
 import types
@@ -15,7 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import BUILTIN_POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, RowsMode, config_from_dict
+from r3async.config import (
+    BUILTIN_ADVANTAGES,
+    BUILTIN_POLICY_LOSSES,
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    RowsMode,
+    config_from_dict,
+)
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.learner import LearnerError
@@ -25,6 +34,7 @@ from r3async.learner.minibatch import build_minibatch
 from r3async.learner.policy_loss import LossInputs, PolicyLoss
 from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.rank_group import RankGroup
+from r3async.learner.token_choice import TOKEN_CHOICES
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import EpisodeSamples
 from tests.helpers.algorithms import distance
@@ -227,6 +237,8 @@ Groups = list[list[list[Said]]]
 
 def choices(name: str) -> list[str]:
     """The values that `algorithm.NAME` may have, from the configuration itself."""
+    if name == "advantage":
+        return list(BUILTIN_ADVANTAGES)
     return list(typing.get_args(typing.get_type_hints(AlgorithmConfig)[name]))
 
 
@@ -262,7 +274,15 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> None:
 def configured(correction: dict[str, float] | None = None, minibatches: int = 1, **algorithm: object) -> Config:
     correction = dict(correction or {})
     schedule = {"minibatches_per_step": minibatches, "max_token_age": correction.pop("max_token_age", None)}
-    terms = {"entropy_coef": 0.1, "reference_kl": {"coef": 0.2}, "gspo": {"clip_low": 0.1, "clip_high": 0.1}}
+    terms = {
+        "entropy_coef": 0.1,
+        "reference_kl": {"coef": 0.2},
+        "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+        "cppo": {"threshold": 0.05, "weight_min": 0.5, "budget": 0.01},
+        "clip_cov": {"share": 0.2, "low": 0.0},
+        "kl_cov": {"share": 0.2},
+        "m2po": {"limit": 0.01},
+    }
     return config_from_dict(
         {
             "schedule": {k: v for k, v in schedule.items() if v is not None},
@@ -343,7 +363,14 @@ LONG: Groups = [
 """Episodes whose rows cannot be together in a small micro-batch."""
 
 
-BANDS = {"geometric_low": 0.97, "geometric_high": 1.03, "product_low": 0.5, "product_high": 2.0, "max_token_kl": 0.1}
+BANDS = {
+    "geometric_low": 0.97,
+    "geometric_high": 1.03,
+    "product_low": 0.5,
+    "product_high": 2.0,
+    "max_token_kl": 0.1,
+    "veto_high": 1.45,
+}
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -351,6 +378,10 @@ BANDS = {"geometric_low": 0.97, "geometric_high": 1.03, "product_low": 0.5, "pro
     "changes",
     [
         {"policy_loss": "gspo", "gspo": {"clip_low": 0.005, "clip_high": 0.005}},
+        {"policy_loss": "cppo"},
+        {"policy_loss": "clip_cov"},
+        {"policy_loss": "m2po"},
+        {"policy_loss": "sequence_truncated_pg"},
         {"policy_loss": OWN},
         *({"correction": {k: v}} for k, v in BANDS.items()),
     ],
@@ -364,6 +395,20 @@ def test_episodes_in_several_micro_batches_and_ranks_are_judged_whole(changes, m
     judged = "masked_sequence_fraction" if "correction" in changes else "clipped_fraction"
     if changes.get("policy_loss") != OWN:
         assert 0 < sum(m[f"rollout_corr/{judged}"] for m in got.metrics) < minibatches, "some, and not all"
+
+
+def test_prefixes_follow_the_turns_and_not_the_rows():
+    """Every other turn is a row of its own, behind the row that goes on after it."""
+    kinds = itertools.cycle(("on", "aside"))
+    groups = [[[Said(2, 4, 5, float(e), next(kinds)) for _ in range(6)] for e in range(4)]]
+    leaves = leaves_of(groups, 1, lost=0.0)
+    merged, single = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
+    assert len(merged[0][0].samples) < len(single[0][0].samples)
+    for budget in (0.03, 0.06, 0.09, 0.12):
+        config = configured(policy_loss="cppo", cppo={"threshold": 0.1, "weight_min": 0.3, "budget": budget})
+        want = trained(merged, leaves, config)
+        same(trained(single, leaves, config, ranks=2, cap=longest(groups)), want)
+        assert 0 < want.metrics[0]["rollout_corr/clipped_fraction"] < 1
 
 
 @pytest.mark.parametrize("reduction", choices("reduction"))
@@ -384,9 +429,10 @@ def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     micro_batches = [with_logprobs(m, leaves) for m in pack_samples(parts[0], longest(LONG))]
     for loss in [*BUILTIN_POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        assert built(micro_batches, config).needs_global_logprobs == (loss in ("gspo", OWN))
-    (together,) = pack_samples(parts[0], 10**6)
-    assert not built([together], config).needs_global_logprobs
+        takes_episodes = loss in ("sequence_truncated_pg", "gspo", "cppo", OWN)
+        chooses = loss in TOKEN_CHOICES
+        assert built(micro_batches, config).needs_global_logprobs == (takes_episodes or chooses)
+        assert built(pack_samples(parts[0], 10**6), config).needs_global_logprobs == chooses
 
 
 def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
@@ -395,6 +441,8 @@ def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
     built(bare, configured())
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
         built(bare, configured(policy_loss="gspo"))
+    with pytest.raises(LearnerError, match=r"'kl_cov'.*chooses tokens of the whole minibatch.*column 'place'"):
+        built(bare, configured(policy_loss="kl_cov"))
 
 
 @pytest.mark.parametrize("advantage", choices("advantage"))

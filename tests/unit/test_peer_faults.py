@@ -213,7 +213,7 @@ async def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_z
     running = RunningRequest("r", 0)
     running.tokens, running.finish_reason = [1, 2, 3, 4], finish_reason
     running.routes = [] if rows is None else [rows]
-    routes = engine._build_routes(request(prompt(4), 4), running, 0)
+    routes, _ = engine._build_routes(request(prompt(4), 4), running, 0)
     assert engine.collect_stats()["unrecorded_rows"] == 7 - kept
     answer = generation(4, routes, stop_reason=finish_reason)
     table = of_sample(to_the_batch([one_turn(4, answer, engine.routing)], shape=engine.routing), "s0")

@@ -129,11 +129,11 @@ async def test_no_more_is_in_flight_than_may_be_at_once():
 
 
 async def test_message_over_the_limit_is_an_error_of_the_sender():
-    config = TransportConfig(max_message_bytes=2000)
+    config = TransportConfig(max_message_bytes=2500)
     inbox = Inbox()
     async with receiving(inbox, config) as (receiver, endpoint), sending(endpoint, config) as sender:
         with pytest.raises(
-            TransportError, match=r"'t1' takes \d+ bytes, more than `transport.max_message_bytes` = 2000"
+            TransportError, match=r"'t1' takes \d+ bytes, more than `transport.max_message_bytes` = 2500"
         ):
             await asyncio.wait_for(sender.send(make_trajectory(1, 5000)), LIMIT)
         await deliver_all(sender, [make_trajectory(2, 10)])
@@ -141,8 +141,8 @@ async def test_message_over_the_limit_is_an_error_of_the_sender():
         # A peer with other settings is refused.
         async with raw_dealer(endpoint) as peer:
             await peer.send(HELLO)
-            await peer.send(*delivered("big", 0, 2001, b"x"))
-            assert await peer.answer() == control_messages.Reject("big", "2001 bytes, more than 2000")
+            await peer.send(*delivered("big", 0, 2501, b"x"))
+            assert await peer.answer() == control_messages.Reject("big", "2501 bytes, more than 2500")
         assert receiver.rejected == 1
 
 

@@ -499,7 +499,7 @@ def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
 
 def _estimate_episode_cache(shape: ModelShape, config: Config, token_bytes: int) -> tuple[int, int]:
     """Return the bytes of the states that an episode keeps, and those of all its cache if it is as
-    long as allowed.
+    long as allowed. Layers with a sliding window count as if they kept every token.
 
     Args:
         token_bytes: Bytes of a token's keys and values in one layer.

@@ -48,9 +48,22 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
 _CPU_CONVOLUTION = "its recurrent layers have no kernels of another precision there"
 
 ENGINE_MODELS: dict[str, EngineModel] = {
-    "deepseek_v3": EngineModel(
-        needed_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    **dict.fromkeys(
+        # The output projection of attention never has a bias.
+        ("qwen3", "qwen3_moe"),
+        EngineModel(unread_config={"attention_bias": False}),
     ),
+    "deepseek_v3": EngineModel(
+        needed_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        unread_config={
+            "attention_bias": False,
+            # It is that of the latent norms, too, for which transformers always takes 1e-6.
+            "rms_norm_eps": 1e-6,
+            "rope_interleave": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4_moe": EngineModel(unread_config={"tie_word_embeddings": False}),
     "qwen2_moe": EngineModel(unread_config={"qkv_bias": True, "use_sliding_window": False}),
     "mixtral": EngineModel(unread_config={"hidden_act": "silu"}),
     "olmoe": EngineModel(
@@ -64,7 +77,8 @@ ENGINE_MODELS: dict[str, EngineModel] = {
         }
     ),
     "qwen3_next": EngineModel(
-        cpu_dtype_reason=_CPU_CONVOLUTION, unread_config={"tie_word_embeddings": False}
+        cpu_dtype_reason=_CPU_CONVOLUTION,
+        unread_config={"attention_bias": False, "tie_word_embeddings": False},
     ),
     "qwen3_5": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
     "qwen3_5_moe": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3async.data.engine_models import find_engine_model
+from r3async.untrusted import decode_model_config
 from tests.helpers import architectures as ha
 from tests.helpers.engine import prompt
 from tests.helpers.engine_models import HYBRIDS, PlainModel, make_engine_model
@@ -151,8 +152,13 @@ NEUTRAL_HERE = {"gpt_oss": {"hidden_act"}} | {kind: {"num_experts_per_tok"} for 
 BFLOAT16 = {"gpt_oss", *HYBRIDS}
 
 
-SCALES = {r"(gate|router|router\.layer)\.weight$": 0.3, r"o_proj\.weight|experts|(in|out)put_linear": 2.0}
-"""Of two experts that a token chooses, both count, and so do attention and experts beside what they are added to."""
+SCALES = {
+    r"(gate|router|router\.layer)\.weight$": 0.3,
+    r"o_proj\.weight|experts|(in|out)put_linear": 2.0,
+    r"self_attn\.q_norm\.weight": 16.0,
+}
+"""Of two experts that a token chooses, both count, and so do attention and experts beside what they are added to, and
+positions within attention."""
 
 
 def make(directory: Path, variant: str, dtype: str, changes: dict[str, Any]) -> Path:
@@ -192,7 +198,7 @@ def score_all(models: list[Path], dtype: str, text: np.ndarray, folder: Path) ->
 
 
 def is_refused(model: Path) -> bool:
-    described = json.loads((model / "config.json").read_text())
+    described = decode_model_config((model / "config.json").read_bytes())
     known = find_engine_model(described["model_type"])
     missing = any(described.get(key) != value for key, value in known.needed_config.items())
     return missing or any(True for _ in known.iter_differences(described))

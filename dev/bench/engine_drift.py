@@ -61,7 +61,7 @@ async def play_prompts(
         max_model_len=256,
         seed=seed,
         float32_head=float32_head,
-        records_gates=True,
+        extra_records=["gates"],
     )
     await engine.start()
     try:

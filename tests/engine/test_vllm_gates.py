@@ -20,7 +20,7 @@ async def test_gates_are_what_outputs_of_experts_are_multiplied_by(tmp_path, fam
     """DeepSeek's are multiplied by a constant after their sum."""
     model = make_engine_model(tmp_path / "model", family, 0, dtype)
     settings = GeneratorConfig(dtype=dtype, concurrency=2, kv_cache_gib=0.1)
-    engine = VllmEngine(str(model), settings, max_model_len=256, seed=0, records_gates=True)
+    engine = VllmEngine(str(model), settings, max_model_len=256, seed=0, extra_records=("gates",))
     await engine.start()
     try:
         ids = prompt(100, seed=1) % 97

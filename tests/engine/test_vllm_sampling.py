@@ -48,7 +48,7 @@ async def engine(path):
         str(path),
         GeneratorConfig(dtype="float32", concurrency=16, kv_cache_gib=0.1),
         max_model_len=128,
-        record_sampling_masks=True,
+        extra_records=("sampling_masks",),
     )
     await engine.start()
     yield engine

@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ time, and found nothing."""
 SCORE_TIMEOUT = 120.0
 MAX_LOADED_ADAPTERS = 64
 """Number of versions whose adapters are loaded besides those in slots."""
+ExtraRecord = Literal["sampling_masks", "gates"]
 CHECKED_TOKENS = 16
 """Tokens of the prompt, and of the answer, whose routes are recorded twice."""
 MAX_REROUTED_SHARE = 0.5
@@ -96,10 +97,10 @@ class VllmEngine:
             (`config.vllm_arguments`). More requests than `concurrency` wait inside vLLM.
         max_model_len: Tokens of the longest context.
         seed: Seed of sampling; vLLM's own by default.
-        record_sampling_masks: True to record which tokens could be sampled.
+        extra_records: What is recorded beside log-probs and routes: which tokens could be sampled,
+            and the gates of routes.
         adapters: What versions have in place of weights; None if they have weights.
         float32_head: Whether logits are float32 sums; else they are rounded to `settings.dtype`.
-        records_gates: Whether generations have gates beside their routes.
     """
 
     def __init__(
@@ -109,10 +110,9 @@ class VllmEngine:
         *,
         max_model_len: int,
         seed: int | None = None,
-        record_sampling_masks: bool = False,
+        extra_records: Collection[ExtraRecord] = (),
         adapters: AdapterSettings | None = None,
         float32_head: bool = True,
-        records_gates: bool = False,
     ):
         described = decode_python_json((Path(model_path) / "config.json").read_bytes())
         self.routing, self._moe_layers = read_moe_layers(described)
@@ -127,7 +127,7 @@ class VllmEngine:
             # decode in less time.
             enforce_eager=is_cpu_vllm(),
             enable_return_routed_experts=self.routing is not None,
-            return_sampling_mask=record_sampling_masks,
+            return_sampling_mask="sampling_masks" in extra_records,
             # Log-probs after temperature and truncation: the distribution that was
             # really sampled from.
             logprobs_mode="processed_logprobs",
@@ -151,7 +151,7 @@ class VllmEngine:
             self._engine_args["hf_overrides"] = {"head_dtype": "float32", **overrides}
         if not self._engine_args["enable_return_routed_experts"]:
             self.routing = None
-        if self.routing is not None and records_gates:
+        if self.routing is not None and "gates" in extra_records:
             self.routing = msgspec.structs.replace(self.routing, has_gates=True)
             self._engine_args["return_gates"] = True
         self._requests = RequestRegistry()
@@ -645,6 +645,9 @@ def build_vllm_engine(
         adapter_slots: See `AdapterSettings.slots`, if versions are adapters.
     """
     lora = config.learner.lora
+    records: list[ExtraRecord] = ["sampling_masks"] if record_sampling_masks else []
+    if config.routing.gates == "rollout":
+        records.append("gates")
     adapters = None
     if lora.delivers_adapters:
         adapters = AdapterSettings(lora.rank, lora.list_served_modules(), adapter_slots)
@@ -653,8 +656,7 @@ def build_vllm_engine(
         config.generator,
         max_model_len=config.episode.max_total_tokens,
         seed=seed,
-        record_sampling_masks=record_sampling_masks,
+        extra_records=records,
         adapters=adapters,
         float32_head=config.model.head_dtype == "float32",
-        records_gates=config.routing.gates == "rollout",
     )

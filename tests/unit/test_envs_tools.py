@@ -372,7 +372,8 @@ async def test_folders_at_the_top_of_the_file_system_have_no_other_path(isolated
         assert ran.output.startswith("/app\n ff 0a\ntext/proc/self\n/usr\n")
         assert ran.output.count("Read-only file system") == 2
         ran = await sandbox.run(
-            f"touch /top {work}/mine /usr/mine /app/mine /logs/mine; chroot / true; unshare --user true"
+            f"touch /top {work}/mine /usr/mine /app/mine /logs/mine; PATH=$PATH:/usr/sbin chroot / true; "
+            "unshare --user true"
         )
         assert ran.output.count("Read-only file system") == 3
         assert ran.output.count("not permitted") == 2

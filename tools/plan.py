@@ -116,14 +116,13 @@ class RunPlan(msgspec.Struct, frozen=True):
 def count_wire_bytes(routing: RoutingShape | None) -> int:
     """Return the bytes of one token on the wire, from the schema: every column that the
     engine's side fills."""
-    sizes = {"layers": routing.layers, "top_k": routing.top_k} if routing else {}
+    sizes = routing.column_sizes if routing else {}
     total = 0
     for column in SCHEMA.columns.values():
         if (
             column.name in LEARNER_COLUMNS
             or (column.optional and routing is None)
             or column.holds_sets
-            or (column.name == "routed_weights" and not (routing and routing.has_gates))
         ):
             continue
         wide = column.inner_dims and routing is not None and routing.num_experts > 256

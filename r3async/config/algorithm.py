@@ -249,7 +249,8 @@ class CorrectionConfig(Section):
     the step, as in the sources (one more forward pass)."""
     weight: Literal["none", "token", "sequence"] = "none"
     """Multiply the policy loss by importance weights recomputed / rollout, per token or per
-    episode, truncated at `weight_cap`. Needs `numerator` and `algorithm.anchor` to be `recomputed`."""
+    episode, truncated at `weight_cap`. Needs `numerator` and `algorithm.anchor` to be
+    `recomputed`."""
     weight_cap: PositiveFloat = 2.0
 
     @property

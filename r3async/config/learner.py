@@ -28,8 +28,8 @@ class RoutingConfig(Section):
     def check_values(self) -> None:
         if self.gates == "rollout" and self.replay != "rollout":
             raise ValueError(
-                f'`gates` = "rollout" are those of replayed experts: with `replay` = {self.replay!r} '
-                'it has to be "learner"'
+                '`gates` = "rollout" are those of replayed experts: with '
+                f'`replay` = {self.replay!r} it has to be "learner"'
             )
 
 

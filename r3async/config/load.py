@@ -70,7 +70,9 @@ REMOVED_KEYS = {
     "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
     "observe.sinks": "it is `log.to` now",
     "observe.wandb_mode": "set the variable WANDB_MODE",
-    "routing.trace_every": "a sample is always of every tenth step: `routing.trace` = 'all' for more",
+    "routing.trace_every": (
+        "a sample is always of every tenth step: `routing.trace` = 'all' for more"
+    ),
     "schedule.difficulty.among": "the curriculum always chooses among four tasks",
     "schedule.groups_per_step": "it is `schedule.prompts_per_step` now",
     "schedule.pace_seconds": "the slower side is always named after 60 s",

@@ -20,8 +20,8 @@ class TransportConfig(Section):
     max_message_bytes: ByteCount = 64 * 2**20
     """Size of the largest trajectory, in memory."""
     keys: str = ""
-    """Directory made by `python -m r3async.tools keys`: only peers with a key in it are let in. Empty: each start
-    makes new keys. Connections are encrypted in both cases."""
+    """Directory made by `python -m r3async.tools keys`: only peers with a key in it are let in.
+    Empty: each start makes new keys. Connections are encrypted in both cases."""
     trusted_network: bool = False
     """Trust everything that reaches `host`. `weights.backend = "nccl"`, which has no keys, needs
     this beyond loopback."""

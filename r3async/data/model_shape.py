@@ -38,6 +38,15 @@ class RoutingShape(msgspec.Struct, frozen=True):
     num_experts: int
     has_gates: bool = False
 
+    @property
+    def column_sizes(self) -> dict[str, int]:
+        """The sizes of the inner dimensions of columns of routes, by their names."""
+        return {
+            "layers": self.layers,
+            "top_k": self.top_k,
+            "gates": self.top_k if self.has_gates else 0,
+        }
+
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 

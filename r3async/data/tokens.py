@@ -144,7 +144,7 @@ SCHEMA = TokenSchema(
         ),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
         # Gates of those experts, in the order of their ids in the record.
-        Column("routed_weights", ("float32",), 0.0, ("layers", "top_k"), optional=True),
+        Column("routed_weights", ("float32",), 0.0, ("layers", "gates"), optional=True),
         # Tokens that could have been sampled in its place, where that was not the whole vocabulary.
         Column("support", ("uint8",), 0, optional=True, holds_sets=True),
     ]

@@ -2,8 +2,8 @@
 backward pass. Pure.
 
 The choice depends on the learner's current log-probs of all of them, so it takes one more forward
-pass (`minibatch.Minibatch.set_global_logprobs`). It does not depend on packing or ranks: tokens with
-equal values are chosen in the order of episode and turn.
+pass (`minibatch.Minibatch.set_global_logprobs`). It does not depend on packing or ranks: tokens
+with equal values are chosen in the order of episode and turn.
 """
 
 from __future__ import annotations

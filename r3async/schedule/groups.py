@@ -48,18 +48,16 @@ SUPPORT_BYTES_PER_TOKEN = 64
 
 
 def _bytes_per_token(routing: RoutingShape | None, supports: bool = False) -> int:
-    sizes = {"layers": routing.layers if routing else 0, "top_k": routing.top_k if routing else 0}
+    sizes = routing.column_sizes if routing else {}
     wide = routing is not None and routing.num_experts > 256
     per_token = 0
     for column in SCHEMA.columns.values():
         if column.holds_sets:
             per_token += SUPPORT_BYTES_PER_TOKEN * supports
             continue
-        if column.name == "routed_weights" and not (routing and routing.has_gates):
-            continue
         count = 1
         for dimension in column.inner_dims:
-            count *= sizes[dimension]
+            count *= sizes.get(dimension, 0)
         per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
     return per_token
 

@@ -176,8 +176,8 @@ def _read_key_file(files: Files, path: Path, *, secret: bool = False) -> bytes:
             key = file.read(0, KEY_CHARS + 2).strip()
     except OSError as error:
         raise TransportError(
-            f"cannot read the key {path}: {error.strerror}; `python -m r3async.tools keys {path.parent}` makes it "
-            "(transport.keys)"
+            f"cannot read the key {path}: {error.strerror}; "
+            f"`python -m r3async.tools keys {path.parent}` makes it (transport.keys)"
         ) from error
     try:
         if len(z85.decode(key)) != 32:

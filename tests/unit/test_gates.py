@@ -16,7 +16,9 @@ from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.samples import EpisodeSamples
 from r3async.rollout.scripted import scripted_gates
 from r3async.rollout.vllm.recorded_gates import split_gates
+from r3async.schedule.groups import max_trajectory_bytes
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
+from r3async.tools.plan import count_wire_bytes
 from tests.helpers import learner as megatron
 from tests.helpers import models
 from tests.helpers import torch as plain
@@ -216,3 +218,14 @@ def test_ids_and_gates_of_an_engine_are_taken_apart():
 def test_gates_of_experts_that_are_not_replayed_are_refused(replay):
     with pytest.raises(ConfigError, match="`gates` = "):
         plain.settings(routing__gates="rollout", routing__replay=replay)
+
+
+@pytest.mark.parametrize("has_gates", [False, True])
+def test_gates_count_in_a_plan_only_where_they_are_recorded(has_gates):
+    routing = msgspec.structs.replace(SHAPE, has_gates=has_gates)
+    more = 4 * SHAPE.layers * SHAPE.top_k * has_gates
+    assert count_wire_bytes(routing) == count_wire_bytes(SHAPE) + more
+    config = plain.settings()
+    tokens = config.episode.max_turns * config.episode.max_total_tokens
+    limit = max_trajectory_bytes(config, routing)
+    assert limit == max_trajectory_bytes(config, SHAPE) + more * tokens

@@ -71,8 +71,8 @@ def _route_with_gates(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return what a router's `routing` returns, gates of all experts and a mask `[N, experts]`, with
-    the recorded gates."""
+    """Return what a router's `routing` returns, gates of all experts and a mask `[N, experts]`,
+    with the recorded gates."""
     gates, mask = route(*args, **kwargs)
     routes = replay.current_routes
     return gates if routes is None else routes.replace_gates(index, gates), mask

@@ -1,5 +1,5 @@
-"""Recording of gates by vLLM's recorder of routes: the bits of each expert's gate, a float32, travel
-behind the ids of a token's experts, through the same buffers, blocks and outputs."""
+"""Recording of gates by vLLM's recorder of routes: the bits of each expert's gate, a float32,
+travel behind the ids of a token's experts, through the same buffers, blocks and outputs."""
 
 from __future__ import annotations
 

@@ -397,7 +397,9 @@ class Minibatch(TrainableMinibatch):
         if self._is_chosen is not None:
             columns["chosen"] = self._is_chosen[columns.get("place", tokens.token_index)]
         episodes, episode_index = np.unique(columns["episode"], return_inverse=True)
-        names = (*LOSS_COLUMNS, "weights", "staleness", "turns", "chosen")
+        names = [*LOSS_COLUMNS, "weights", "staleness", "chosen"]
+        if needs_whole_episodes(self.config.algorithm):
+            names.append("turns")
         batch = TokenBatch(
             **{name: upload_array(columns[name], device) for name in names if name in columns},
             episode_index=upload_array(episode_index, device),

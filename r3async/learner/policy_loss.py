@@ -68,7 +68,8 @@ class LossInputs:
     `by_token` loss."""
     config: AlgorithmConfig
     turns: Tensor | None = None
-    """int32 `[M]`: the turn that sampled each token; None: an episode's tokens are in its order."""
+    """int32 `[M]`: the turn that sampled each token. None: the loss is `by_token`, or an episode's
+    tokens are in its order."""
     chosen: Tensor | None = None
     """bool `[M]`: the tokens that the loss's choice among those of the whole minibatch has taken,
     if `token_choice.TOKEN_CHOICES` has one."""

@@ -161,6 +161,12 @@ def check_engine_config(config: Config, *, on_cpu: bool) -> None:
             f"{where}: vLLM on CPU generates with {kind} in bfloat16 only: "
             f"{known.cpu_dtype_reason}. Set generator.dtype=bfloat16"
         )
+    if on_cpu and not known.has_cpu_kernel(text):
+        raise ConfigError(
+            f"{where}: vLLM on CPU generates with {kind} only where `linear_key_head_dim` and "
+            f"`linear_value_head_dim` are equal, and {' or '.join(map(str, known.cpu_head_dims))}. "
+            "`r3async sft` trains it"
+        )
     if on_cpu and known.imports_torchvision and not has_torchvision():
         raise ConfigError(
             f"{where}: vLLM imports torchvision for {kind}, and engines have none: `make install` "

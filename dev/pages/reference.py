@@ -350,6 +350,9 @@ def list_engine_limits() -> list[str]:
             parts.append(f"not on CPU: {known.cpu_unsupported_reason}")
         if known.cpu_dtype_reason:
             parts.append(f"on CPU in bfloat16 only: {known.cpu_dtype_reason}")
+        if known.cpu_head_dims:
+            dims = " or ".join(map(str, known.cpu_head_dims))
+            parts.append(f"on CPU with heads of linear attention of {dims} only")
         for word, keys in (("needs", known.needed_config), ("computes with", known.unread_config)):
             if keys:
                 parts.append(f"{word} {', '.join(_say_key(*item) for item in keys.items())}")

@@ -25,6 +25,9 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why vLLM's CPU build cannot run it, or computes another model."""
     cpu_dtype_reason: str = ""
     """Reason why vLLM's CPU build runs it in bfloat16 only."""
+    cpu_head_dims: tuple[int, ...] = ()
+    """Sizes of a head of linear attention, equal for keys and values, that vLLM's CPU build has
+    kernels for."""
     needed_config: Mapping[str, Any] = {}
     """Keys without which vLLM takes it for another model, or does not load it. transformers does
     not write them. `list_needed_config` has more, whose values follow from others."""
@@ -33,6 +36,11 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     key is missing. A list is repeated for all layers."""
     imports_torchvision: bool = False
     """True if vLLM's class is that of a model with images."""
+
+    def has_cpu_kernel(self, config: Mapping[str, Any]) -> bool:
+        """Return whether vLLM's CPU build has a kernel for the heads of linear attention."""
+        dims = [config.get(f"linear_{part}_head_dim", 128) for part in ("key", "value")]
+        return not self.cpu_head_dims or (dims[0] == dims[1] and dims[0] in self.cpu_head_dims)
 
     def iter_differences(self, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the keys of a `config.json` that vLLM does not read and that have another value
@@ -46,6 +54,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _CPU_CONVOLUTION = "its recurrent layers have no kernels of another precision there"
+_CPU_HEAD_DIMS = (64, 128)
 
 ENGINE_MODELS: dict[str, EngineModel] = {
     **dict.fromkeys(
@@ -78,12 +87,14 @@ ENGINE_MODELS: dict[str, EngineModel] = {
     ),
     "qwen3_next": EngineModel(
         cpu_dtype_reason=_CPU_CONVOLUTION,
+        cpu_head_dims=_CPU_HEAD_DIMS,
         unread_config={"attention_bias": False, "tie_word_embeddings": False},
     ),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe"),
         EngineModel(
             cpu_dtype_reason=_CPU_CONVOLUTION,
+            cpu_head_dims=_CPU_HEAD_DIMS,
             unread_config={"attention_bias": False},
             imports_torchvision=True,
         ),

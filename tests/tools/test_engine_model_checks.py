@@ -52,6 +52,19 @@ def test_a_precision_without_kernels_is_refused_on_cpu(kind, tmp_path):
     check(tmp_path, needed(kind), "generator.dtype=float32", on_cpu=False)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, known in ENGINE_MODELS.items() if known.cpu_head_dims])
+def test_heads_of_linear_attention_without_a_kernel_are_refused_on_cpu(kind, tmp_path):
+    def sized(key: int, value: int) -> dict[str, object]:
+        return needed(kind) | {"linear_key_head_dim": key, "linear_value_head_dim": value}
+
+    for key, value in ((32, 32), (64, 128), (256, 256)):
+        with pytest.raises(ConfigError, match="`linear_value_head_dim` are equal, and 64 or 128"):
+            check(tmp_path, sized(key, value))
+    check(tmp_path, sized(64, 64))
+    check(tmp_path, sized(128, 128))
+    check(tmp_path, sized(32, 32), on_cpu=False)
+
+
 def change(value: object) -> object:
     if isinstance(value, bool):
         return not value

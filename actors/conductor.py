@@ -21,7 +21,7 @@ The components do not know the run; they return, or set an event that one of the
 * `TaskSource` (tasks.py) chooses the task of each group, and quarantines those that always fail;
 * `Fleet` (fleet.py) knows the generators and their health;
 * `GeneratorSupervisor` (generator_supervisor.py) restarts generators, adds and removes them;
-* `VersionInstaller` (version_delivery.py) installs versions in engines, and probes them;
+* `VersionDelivery` (version_delivery.py) installs versions in engines, and probes them;
 * `Evaluator` (evaluator.py) plays evaluations beside training;
 * `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
 * `StallMonitor` (stalls.py) notices a stage that makes no progress;
@@ -75,7 +75,7 @@ from .process import (
     prepare_process,
 )
 from .stalls import StallMonitor
-from .version_delivery import VersionInstaller
+from .version_delivery import VersionDelivery
 
 STOP_SECONDS_WHILE_LOADING = 5.0
 
@@ -404,7 +404,7 @@ class Conductor:
 
     # -- start -------------------------------------------------------------------------------------
 
-    async def _start_actors(self) -> VersionInstaller:
+    async def _start_actors(self) -> VersionDelivery:
         """Load and start everything that the first step needs. Returns the installer of weights."""
         config = self.config
         self._phase = "loading learner and engine"
@@ -469,10 +469,10 @@ class Conductor:
 
     async def _deliver_first_version(
         self, learner_address: LearnerAddress, probe_tokens: list[int] | None
-    ) -> VersionInstaller:
+    ) -> VersionDelivery:
         self._phase = "delivering weights"
         published = await self.learner.call("publish_version")
-        installer = VersionInstaller(
+        installer = VersionDelivery(
             self.fleet,
             self.learner,
             learner_address=learner_address,
@@ -576,7 +576,7 @@ class Conductor:
                     )
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _publish_version(self, installer: VersionInstaller) -> None:
+    async def _publish_version(self, installer: VersionDelivery) -> None:
         """Have the learner write the copied weights, and make them the version that
         engines install.
 
@@ -589,7 +589,7 @@ class Conductor:
         installer.newest_published = published
         self.fleet.weights_due.set()
 
-    async def _deliver_versions(self, installer: VersionInstaller) -> None:
+    async def _deliver_versions(self, installer: VersionDelivery) -> None:
         """Install the newest weights in every generator that answers. Runs until cancelled."""
         while True:
             # A new version, or a generator that may lack one, wakes this loop.
@@ -612,7 +612,7 @@ class Conductor:
                 self.step_rows.add_delivery(figures)
 
     async def _finish_delivery(
-        self, installer: VersionInstaller, delivering: asyncio.Task[None]
+        self, installer: VersionDelivery, delivering: asyncio.Task[None]
     ) -> None:
         """Wait until the last weights are delivered, for `RPC_SECONDS` at most. Raises what the
         delivery failed with."""
@@ -656,7 +656,7 @@ class Conductor:
         except TimeoutError:
             self.events.warning("actors_did_not_stop", seconds=seconds)
 
-    def _build_stall_monitor(self, installer: VersionInstaller) -> StallMonitor:
+    def _build_stall_monitor(self, installer: VersionDelivery) -> StallMonitor:
         return StallMonitor(
             self.world,
             self.run_dir,

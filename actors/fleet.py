@@ -31,7 +31,7 @@ class LearnerAddress(msgspec.Struct, frozen=True):
 
     Attributes:
         endpoint: Address at which the learner receives trajectories.
-        weight_backend: Transport of its weights; see `version_writer.py`.
+        weight_backend: Transport of its weights; see `version_publisher.py`.
         keys: Keys that let generators in.
     """
 

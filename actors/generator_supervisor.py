@@ -17,7 +17,7 @@ from r3async.world.stages import create_stage_task
 
 from .fleet import Fleet, FleetGenerator, end_generator
 from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process
-from .version_delivery import VersionInstaller
+from .version_delivery import VersionDelivery
 
 LEAVE_STOP_SECONDS = 10.0
 """Seconds that a generator which leaves may take to end in order."""
@@ -26,7 +26,7 @@ LEAVE_STOP_SECONDS = 10.0
 class _StartContext(NamedTuple):
     """The arguments of `GeneratorSupervisor.begin_supervision`."""
 
-    installer: VersionInstaller
+    installer: VersionDelivery
     conductor: ActorRef
     reference_report: Mapping[str, Any]
     hosts: set[str]
@@ -74,7 +74,7 @@ class GeneratorSupervisor:
 
     def begin_supervision(
         self,
-        installer: VersionInstaller,
+        installer: VersionDelivery,
         conductor: ActorRef,
         reference_report: Mapping[str, Any],
         hosts: set[str],

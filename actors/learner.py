@@ -3,7 +3,7 @@ window, and publishes weights.
 
 `LearnerActor.run_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
 (transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a
-step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionWriter` (version_writer.py)
+step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionPublisher` (version_publisher.py)
 and a `CheckpointWriter` (checkpoint/writer.py) write what it made.
 """
 
@@ -25,7 +25,7 @@ from r3async.actors.remote_generators import shares_run_directory
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep, TrajectoryInbox
-from r3async.actors.version_writer import WRITE_DISK_HINT, Published, VersionWriter
+from r3async.actors.version_publisher import WRITE_DISK_HINT, Published, VersionPublisher
 from r3async.actors.weight_transport import build_weight_server, with_reachable_host
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORD_FILES, ConductorState, TrainingState
@@ -87,14 +87,14 @@ class LearnerComponents:
         trainer: Makes the steps on them.
         next_step: Prepares the next step ahead.
         checkpoints: Writes checkpoints of the steps.
-        version_writer: Writes the versions that the steps make.
+        version_publisher: Writes the versions that the steps make.
     """
 
     inbox: TrajectoryInbox
     trainer: Trainer
     next_step: NextStep[PreparedStep]
     checkpoints: CheckpointWriter
-    version_writer: VersionWriter
+    version_publisher: VersionPublisher
 
 
 class TrainStepResult(msgspec.Struct, frozen=True):
@@ -315,7 +315,7 @@ class LearnerActor:
             world=world,
         )
         await checkpoints.take_fingerprint()
-        version_writer = VersionWriter(
+        version_publisher = VersionPublisher(
             world,
             config,
             self.lineage,
@@ -332,16 +332,18 @@ class LearnerActor:
             else None,
             report_event=self.events.warning,
         )
-        await version_writer.disk_wait.run_with_retries(
+        await version_publisher.disk_wait.run_with_retries(
             WRITE_DISK_HINT,
             self._torch_lane.run,
             model.ranks.set_weight_transport,
             transport,
             sender_keys=inbox.keys,
         )
-        version_writer.begin_watching()
+        version_publisher.begin_watching()
         next_step = NextStep(inbox, self._packer_lane, trainer.prepare_step)
-        self._components = LearnerComponents(inbox, trainer, next_step, checkpoints, version_writer)
+        self._components = LearnerComponents(
+            inbox, trainer, next_step, checkpoints, version_publisher
+        )
         endpoint = await inbox.start()
         self._last_step_end, _ = self._read_clocks(), self._stage_seconds.read_increment()
         return {
@@ -361,7 +363,7 @@ class LearnerActor:
         self._lag_meter.stop()
         if self._components is not None:
             await self._components.inbox.close()
-            await self._components.version_writer.close()
+            await self._components.version_publisher.close()
         # Published files that a running step keeps from being removed now are removed when the
         # next run starts.
         with contextlib.suppress(TimeoutError):
@@ -378,7 +380,7 @@ class LearnerActor:
     def get_status(self) -> LearnerStatus:
         """Return the learner's status for `StallMonitor`. The call is cheap."""
         inbox = self.components.inbox
-        writer = self.components.version_writer
+        writer = self.components.version_publisher
         return LearnerStatus(
             **describe_process(self.world),
             doing=self._activity,
@@ -518,7 +520,7 @@ class LearnerActor:
                     with self._timeline.measure_span(
                         "snapshot", step=number, version=counts.version
                     ):
-                        writer = self.components.version_writer
+                        writer = self.components.version_publisher
                         await writer.copy_weights(
                             counts.version, with_probe_scores=with_probe_scores
                         )
@@ -570,7 +572,7 @@ class LearnerActor:
             **compute_episode_metrics(trajectories),
             **compute_environment_metrics(trajectories, self._env_labels),
             **work.inbox.collect_metrics(),
-            **work.version_writer.collect_metrics(),
+            **work.version_publisher.collect_metrics(),
             **{
                 f"lag/learner_{name}": value
                 for name, value in self._lag_meter.collect_metrics().items()
@@ -593,9 +595,9 @@ class LearnerActor:
     # -- weights and checkpoints -------------------------------------------------------------------
 
     async def publish_version(self) -> Published:
-        """Copy and write the current weights; see `VersionWriter.copy_weights` and
+        """Copy and write the current weights; see `VersionPublisher.copy_weights` and
         `write_version`. Versions of adapters need a base: see `publish_base`."""
-        writer = self.components.version_writer
+        writer = self.components.version_publisher
         alone = self.config.learner.lora.delivers_adapters
         base = await writer.publish_base() if alone else None
         await writer.copy_weights(self.model.counts.version, with_probe_scores=True)
@@ -611,17 +613,17 @@ class LearnerActor:
             or counts.since_publication != (0, 0)
         ):
             return None
-        return await self.components.version_writer.score_probe()
+        return await self.components.version_publisher.score_probe()
 
     async def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
         """Write the weights that were copied last to where engines find them, beside whatever else
         the learner does. Versions in `versions_in_use`, which engines are reading, stay."""
-        return await self.components.version_writer.write_version(versions_in_use)
+        return await self.components.version_publisher.write_version(versions_in_use)
 
     async def save_failed_version(self, manifest: WeightManifest) -> None:
         """Save a published version with which a probe failed as a model directory of the run; see
-        `VersionWriter.save_model_directory`."""
-        await self.components.version_writer.save_model_directory(
+        `VersionPublisher.save_model_directory`."""
+        await self.components.version_publisher.save_model_directory(
             manifest, self.model_path, self.run_dir / FAILED_MODEL_DIRECTORY
         )
 

@@ -22,7 +22,7 @@ from r3async.world import World
 from .fleet import FleetGenerator, end_generator
 from .learner import LearnerStatus
 from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed
-from .version_delivery import VersionInstaller
+from .version_delivery import VersionDelivery
 
 STALL_CHECK_SECONDS = 2.0
 """Maximum seconds between two looks at all stages."""
@@ -59,7 +59,7 @@ class StallMonitor:
         run_dir: Path,
         *,
         dispatcher: LeaseDispatcher,
-        installer: VersionInstaller,
+        installer: VersionDelivery,
         evaluator: Evaluator,
         write_seconds: float,
         stop_requested: asyncio.Event,

@@ -35,12 +35,12 @@ from r3async.schedule.task_failures import (
 )
 from r3async.schedule.validation import find_invalid, validate_trajectories
 from r3async.transport.ledger import TrajectoryLedger
-from r3async.transport.null_socket import run_off_loop
 from r3async.transport.receiver import ReceivedTrajectory, TrajectoryReceiver
 from r3async.transport.spool import Spool
 from r3async.world import WorkerThread, World
 from r3async.world.curve_keys import resolve_learner_keys
 from r3async.world.stages import in_stage
+from r3async.world.threads import run_off_loop
 
 from .process import wait_for_event
 

@@ -19,7 +19,7 @@ from r3async.world.real import REAL_WORLD
 
 from .fleet import Fleet, FleetGenerator, LearnerAddress, end_generator
 from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit
-from .version_writer import Published
+from .version_publisher import Published
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class InstallFailed(ActorLostError):
         return not isinstance(self.cause, (OSError, EngineLostError))
 
 
-class VersionInstaller:
+class VersionDelivery:
     """The conductor's installer of versions in generators. Lives on its event loop, from the
     first version on.
 

@@ -19,7 +19,7 @@ import msgspec
 from r3async.actors.learner import LearnerStatus, TrainStepResult
 from r3async.actors.lease_client import LeaseClient, VersionGate
 from r3async.actors.process import describe_process
-from r3async.actors.version_writer import Published
+from r3async.actors.version_publisher import Published
 from r3async.config import Config, config_from_dict
 from r3async.data.consumed_groups import ConsumedGroups
 from r3async.data.write_sizes import UNKNOWN_SIZES

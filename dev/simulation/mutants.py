@@ -28,8 +28,8 @@ from r3async.actors.lease_client import VersionGate
 from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.trajectory_inbox import TrajectoryInbox
-from r3async.actors.version_delivery import VersionInstaller
-from r3async.actors.version_writer import VersionWriter
+from r3async.actors.version_delivery import VersionDelivery
+from r3async.actors.version_publisher import VersionPublisher
 from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.writer import CheckpointWriter
 from r3async.data import wire as wire_room
@@ -425,11 +425,11 @@ def lineage_used_again(child: Any) -> Any:
     return start_again
 
 
-@register_mutant(VersionWriter, "write_version")
+@register_mutant(VersionPublisher, "write_version")
 def another_lineage_published(write: Any) -> Any:
     """A resumed learner publishes its weights under the first lineage."""
 
-    async def write_first_lineage(self: VersionWriter, reading: Any = ()) -> Any:
+    async def write_first_lineage(self: VersionPublisher, reading: Any = ()) -> Any:
         published = await write(self, reading)
         manifest = msgspec.structs.replace(published.publication.manifest, lineage=1)
         return msgspec.structs.replace(
@@ -699,11 +699,11 @@ def old_weights_count_as_newest(installed: Any) -> Any:
     return lambda self, version, current: installed(self, version, version)
 
 
-@register_mutant(VersionInstaller, "_start_deliveries")
+@register_mutant(VersionDelivery, "_start_deliveries")
 def slow_one_left_behind(start: Any) -> Any:
     """A generator that missed a version is given no other."""
 
-    def start_unless_missed(self: VersionInstaller, version: int, reports: Any) -> Any:
+    def start_unless_missed(self: VersionDelivery, version: int, reports: Any) -> Any:
         everyone = self.fleet
         self.fleet = [g for g in everyone if g.version >= version - 1]  # type: ignore[assignment]
         try:
@@ -714,11 +714,11 @@ def slow_one_left_behind(start: Any) -> Any:
     return start_unless_missed
 
 
-@register_mutant(VersionInstaller, "_put_offer")
+@register_mutant(VersionDelivery, "_put_offer")
 def first_version_given_for_ever(share: Any) -> Any:
     """Generators are given the first version for ever."""
 
-    def put_first_offer(self: VersionInstaller, published: Any) -> Any:
+    def put_first_offer(self: VersionDelivery, published: Any) -> Any:
         return share(self, published) if self._shared_offer is None else self._shared_offer[1]
 
     return put_first_offer

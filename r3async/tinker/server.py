@@ -23,7 +23,7 @@ from r3async.tinker.protocol import (
     encode_result,
 )
 from r3async.tinker.service import TinkerService
-from r3async.transport.null_socket import run_off_loop
+from r3async.world.threads import run_off_loop
 
 KEY_PREFIX = "tml-"
 """The SDK takes no other key."""

@@ -12,8 +12,8 @@ from r3async.data.tokens import Trajectory
 from r3async.data.wire import decode_trajectory, decoded_bytes
 from r3async.data.wire_frames import Frame, WireError
 from r3async.transport.memory_budget import MIN_TOKEN_BYTES
-from r3async.transport.null_socket import OFFLOAD_BYTES, run_off_loop
 from r3async.world import TURN_SECONDS, World
+from r3async.world.threads import OFFLOAD_BYTES, run_off_loop
 
 INTAKE_BATCH = 16
 """Trajectories that are decoded together, at most."""

@@ -1,24 +1,13 @@
-"""Parts that both ends share: a socket before there is one, errors, and work that is kept
-off the event loop."""
+"""Parts that both ends share: a socket before there is one, and errors."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
 
 from r3async.data.tokens import Trajectory
 from r3async.data.wire_frames import Frame
-from r3async.world import Threads
 from r3async.world.curve_keys import TransportError
-
-OFFLOAD_BYTES = 256 * 2**10
-"""Bytes of payload above which it is encoded, checksummed and decoded in a thread. Smaller payloads
-take less time than the hop to a thread."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 TrajectoryValidator = Callable[[Sequence[Trajectory]], Mapping[int, str]]
 """Function that returns, by position, why trajectories will never be accepted; those that may
@@ -43,13 +32,3 @@ class NullSocket:
 
     def close(self) -> None:
         pass
-
-
-async def run_off_loop(
-    threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-) -> R:
-    """Run `function` on `nbytes` bytes of payload: in a thread if it would otherwise
-    block the event loop."""
-    if nbytes <= OFFLOAD_BYTES:
-        return function(*args, **kwargs)
-    return await threads.run(function, *args, **kwargs)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from r3async.config import TransportConfig
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import decoded_bytes, encode_trajectory
-from r3async.transport.null_socket import OFFLOAD_BYTES, TrajectoryValidator
+from r3async.transport.null_socket import TrajectoryValidator
 from r3async.transport.outbox import OutgoingTrajectory
 from r3async.world import TURN_SECONDS, World
 from r3async.world.curve_keys import TransportError
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
+from r3async.world.threads import OFFLOAD_BYTES
 
 LINGER_SECONDS = 0.05
 """Seconds that a trajectory waits, at most, for others that are sent with it. Nobody waits for it:

@@ -399,9 +399,9 @@ class NcclReceiver:
         self._receiver = uuid.uuid4().hex
 
     async def fetch_version(
-        self, manifest: WeightManifest, parts: Sequence[Any], timeout: float
+        self, manifest: WeightManifest, transport_data: Sequence[Any], timeout: float
     ) -> WeightManifest:
-        source = NcclSource(parts[0], self._generator, self._receiver, timeout)
+        source = NcclSource(transport_data[0], self._generator, self._receiver, timeout)
         return msgspec.structs.replace(manifest, source=source)
 
     async def discard_version(self, manifest: WeightManifest) -> None:

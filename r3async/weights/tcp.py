@@ -341,13 +341,13 @@ class TcpReceiver:
         for another place."""
 
     async def fetch_version(
-        self, manifest: WeightManifest, parts: Sequence[Any], timeout: float
+        self, manifest: WeightManifest, transport_data: Sequence[Any], timeout: float
     ) -> WeightManifest:
         """Implement `WeightReceiver.fetch_version`.
 
         One process of the host fetches, and the others wait for its file. `close` ends both.
         """
-        source = parts[0]
+        source = transport_data[0]
         wanted = digest_version(manifest)
         is_here = (
             source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None

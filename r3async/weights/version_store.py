@@ -82,7 +82,7 @@ class SharedMemoryReceiver:
     this host already."""
 
     async def fetch_version(
-        self, manifest: WeightManifest, parts: Sequence[Any], timeout: float
+        self, manifest: WeightManifest, transport_data: Sequence[Any], timeout: float
     ) -> WeightManifest:
         return manifest
 

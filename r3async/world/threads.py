@@ -9,7 +9,12 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from r3async.world import Threads
 from r3async.world.stages import MeteredExecutor
+
+OFFLOAD_BYTES = 256 * 2**10
+"""Bytes of payload above which it is encoded, checksummed and decoded in a thread. Smaller payloads
+take less time than the hop to a thread."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,3 +54,13 @@ class SystemThreads:
 
     def new_lock(self) -> threading.Lock:
         return threading.Lock()
+
+
+async def run_off_loop(
+    threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Run `function` on `nbytes` bytes of payload: in a thread if it would otherwise
+    block the event loop."""
+    if nbytes <= OFFLOAD_BYTES:
+        return function(*args, **kwargs)
+    return await threads.run(function, *args, **kwargs)

@@ -7,8 +7,8 @@ import numpy as np
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.generator_supervisor import GeneratorSupervisor
 from r3async.actors.lease_dispatcher import LeaseDispatcher
-from r3async.actors.version_delivery import VersionInstaller
-from r3async.actors.version_writer import Published
+from r3async.actors.version_delivery import VersionDelivery
+from r3async.actors.version_publisher import Published
 from r3async.config import ScheduleConfig, load_config
 from r3async.rollout.engine import InstallReport
 from r3async.schedule.run_ahead import AdmissionController
@@ -132,7 +132,7 @@ async def loaded(handles, first: Published | None = None):
     tokens = await fleet.encode_probe_text()
     assert tokens == TOKENS
     way = LearnerAddress("tcp://learner", "shared_memory")
-    return VersionInstaller(fleet, Learner(), way, tokens, first or published(0), Outside(clock))
+    return VersionDelivery(fleet, Learner(), way, tokens, first or published(0), Outside(clock))
 
 
 def supervisor(installer):

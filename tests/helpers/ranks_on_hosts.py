@@ -19,7 +19,7 @@ from dev.bench.transfer import MemoryPeak
 from r3async.actors.rank_actor import LocalRank, RankActor
 from r3async.actors.ranks import RemoteRanks
 from r3async.actors.run_placements import rank_placement
-from r3async.actors.version_writer import VersionWriter
+from r3async.actors.version_publisher import VersionPublisher
 from r3async.actors.weight_transport import build_weight_receiver, build_weight_server
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.versions import FIRST_LINEAGE
@@ -138,7 +138,7 @@ async def run(model: Path, run_dir: Path) -> dict[str, Any]:
     torch_lane, writer_lane = world.threads.new_worker("torch"), world.threads.new_worker("writer")
     server = build_weight_server(config, "tcp", server_keys, world)
     timeline = Timeline(run_dir, "learner", enabled=False, world=world)
-    writer = VersionWriter(
+    writer = VersionPublisher(
         world, config, FIRST_LINEAGE, timeline, ranks, torch_lane, writer_lane, None, 120.0, server, ranks, report
     )
     await torch_lane.run(ranks.set_weight_transport, "tcp", server_keys)

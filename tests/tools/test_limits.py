@@ -15,7 +15,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.run_setup import RunSetup
-from r3async.actors.version_delivery import VersionInstaller
+from r3async.actors.version_delivery import VersionDelivery
 from r3async.config import config_to_dict, load_config
 from r3async.tools.training_session import train
 from r3async.world import ActorLostError
@@ -124,7 +124,7 @@ async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_n
     monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", 0.05)
     config = load_config("quickstart", [f"supervise.patience={0.05 / 120}"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install_version")})
-    installer = VersionInstaller(fleet, StandIn(), LearnerAddress("", ""), None, published(0))
+    installer = VersionDelivery(fleet, StandIn(), LearnerAddress("", ""), None, published(0))
     with pytest.raises(
         ActorLostError, match=r"generator-0: no answer to `install_version` within .* \(supervise\.patience\)"
     ):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.actors.rank_actor import LocalRank
-from r3async.actors.version_writer import VersionWriter
+from r3async.actors.version_publisher import VersionPublisher
 from r3async.config import ConfigError, LoraConfig, config_from_dict
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
@@ -41,7 +41,7 @@ async def test_a_version_is_the_adapters_and_the_start_model_stays_published_bes
         hl.randomize(rank.backend)
         lanes = [REAL_WORLD.threads.new_worker(name) for name in ("torch", "writer")]
         timeline = Timeline(tmp_path, "learner", enabled=False)
-        writer = VersionWriter(REAL_WORLD, config, Lineage(3), timeline, rank, *lanes, None, LIMIT)
+        writer = VersionPublisher(REAL_WORLD, config, Lineage(3), timeline, rank, *lanes, None, LIMIT)
         base = (await writer.publish_base()).manifest
         start = load_file(model / "model.safetensors")
         assert (base.version, base.adapter, base.lineage) == (BASE_VERSION, None, 3)

@@ -15,7 +15,7 @@ from r3async.learner.shared_prefixes import find_prefix_overlap
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.samples import EpisodeSamples
 from r3async.rollout.scripted import scripted_gates
-from r3async.rollout.vllm.recorded_gates import split_gates
+from r3async.rollout.vllm.route_recording import split_gates
 from r3async.schedule.groups import max_trajectory_bytes
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
 from r3async.tools.plan import count_wire_bytes

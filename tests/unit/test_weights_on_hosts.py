@@ -13,7 +13,7 @@ import pytest
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.rank_calls import RankCalls, RankProcesses
 from r3async.actors.ranks import RemoteRanks
-from r3async.actors.version_writer import VersionWriter
+from r3async.actors.version_publisher import VersionPublisher
 from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError
@@ -84,7 +84,7 @@ class Learner:
         """Have the version writer of a learner watch the senders. Its calls are made on this event loop."""
         lane, config = SimpleNamespace(run=call_here), load_config("quickstart")
         served = {"server": self.server, "remote_ranks": self.remote, "report_event": report_event}
-        writer = VersionWriter(REAL_WORLD, config, None, None, self.remote, lane, lane, None, 10.0, **served)
+        writer = VersionPublisher(REAL_WORLD, config, None, None, self.remote, lane, lane, None, 10.0, **served)
         writer.begin_watching()
         return writer
 

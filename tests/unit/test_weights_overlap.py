@@ -25,8 +25,8 @@ from r3async.actors.rank_actor import LocalRank
 from r3async.actors.run_setup import RunSetup
 from r3async.actors.step_counts import StepCounts
 from r3async.actors.trajectory_inbox import NextStep
-from r3async.actors.version_delivery import VersionInstaller
-from r3async.actors.version_writer import Published, VersionWriter
+from r3async.actors.version_delivery import VersionDelivery
+from r3async.actors.version_publisher import Published, VersionPublisher
 from r3async.config import LoraConfig, config_to_dict, load_config
 from r3async.learner import LearnerError
 from r3async.learner.packing_plan import CostModel
@@ -126,7 +126,7 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(r3async.actors.learner, "prepare_process", lambda *args: None)
     actor = LearnerActor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), "model")
     timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch_lane, actor._writer_lane)
-    publishing = VersionWriter(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
+    publishing = VersionPublisher(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
     publishing.carried = ("mtp.fc.weight",)
     monkeypatch.setattr(r3async.actors.learner, "check_staleness", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "compute_staleness_metrics", lambda *args: {})
@@ -193,7 +193,7 @@ async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(lear
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
-    learner.components.version_writer.write_seconds = 0.1
+    learner.components.version_publisher.write_seconds = 0.1
     await learner.run_step()
     with pytest.raises(TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(supervise\.patience\)"):
         await asyncio.wait_for(learner.run_step(), LIMIT)
@@ -240,7 +240,7 @@ def conductor(tmp_path, monkeypatch):
 def installer(conductor, monkeypatch):
     """Delivers what is published, in a while, to nobody."""
     fleet = conductor.fleet
-    made = VersionInstaller(fleet, StandIn(), LearnerAddress("", ""), None, Published(publication(0)))
+    made = VersionDelivery(fleet, StandIn(), LearnerAddress("", ""), None, Published(publication(0)))
     installed = []
 
     async def deliver():

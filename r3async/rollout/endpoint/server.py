@@ -49,9 +49,9 @@ from r3async.rollout.endpoint.tool_parser_choice import (
 )
 from r3async.rollout.episode import EpisodeTask
 from r3async.rollout.play_context import PlayContext
-from r3async.transport.null_socket import run_off_loop
 from r3async.untrusted import MalformedError, decode_json, format_value, to_bounded_int
 from r3async.world.real import REAL_WORLD
+from r3async.world.threads import run_off_loop
 
 SHUTDOWN_SECONDS = 2.0
 READ_SECONDS = 30.0

@@ -39,7 +39,7 @@ from r3async.rollout.vllm.cpu_patches import (
     prefer_norm_kernels,
 )
 from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
-from r3async.rollout.vllm.recorded_gates import GATES_KEY, record_gates
+from r3async.rollout.vllm.route_recording import GATES_KEY, record_gates
 from r3async.rollout.vllm.stop_strings import StopStringsMixin
 from r3async.rollout.vllm.tool_parser_adapter import VllmToolParser
 from r3async.world.processes import pause_garbage_collector

@@ -21,7 +21,7 @@ from r3async.config.learner import find_served_rank
 from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
 from r3async.data.checkpoint_forms import list_weight_files, read_quantized_form
 from r3async.data.model_shape import read_moe_layers, take_text_config
-from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
+from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import (
     TENSOR_NAMES_FILE,
@@ -36,7 +36,7 @@ from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
 from r3async.rollout.vllm.messages import (
     build_sampling_params,
 )
-from r3async.rollout.vllm.recorded_gates import split_gates
+from r3async.rollout.vllm.route_recording import join_routes
 from r3async.rollout.vllm.running_requests import CALL_TIMEOUT, RequestRegistry, RunningRequest
 from r3async.rollout.vllm.version_installer import VersionInstaller
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
@@ -293,7 +293,7 @@ class VllmEngine:
             "again", whole.tolist(), use_cache=False, prompt_logprobs=0
         )
         first = answer.routed_experts
-        second, _ = self._join_routes(again.routes)
+        second, _ = join_routes(again.routes, self.routing, self._moe_layers)
         if first is None or len(first) != len(whole) - 1 or len(second) != len(whole):
             problem = f"the engine did not record all routes of {len(whole)} tokens"
         else:
@@ -562,7 +562,8 @@ class VllmEngine:
             # It is unknown which rows are missing: better none than one at a wrong position.
             returned = 0
         self._counters["unrecorded_rows"] += expected - returned
-        rows, gates = self._join_routes(running.routes if returned else [])
+        pieces = running.routes if returned else []
+        rows, gates = join_routes(pieces, shape, self._moe_layers)
         try:
             check_expert_ids(
                 rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts
@@ -570,20 +571,6 @@ class VllmEngine:
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         return rows, gates
-
-    def _join_routes(self, pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the routes `[n, layers, top_k]` of the MoE layers of what vLLM returned in pieces,
-        and their gates if it records those."""
-        shape = self.routing
-        assert shape is not None
-        narrow = route_dtype(shape.num_experts)
-        if not pieces:
-            none = np.empty((0, shape.layers, shape.top_k), narrow)
-            return none, none.astype(np.float32) if shape.has_gates else None
-        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        if len(self._moe_layers) != rows.shape[1]:
-            rows = rows[:, self._moe_layers]
-        return split_gates(rows, narrow) if shape.has_gates else (rows, None)
 
 
 def _take_scores(running: RunningRequest, length: int) -> tuple[np.ndarray, TopTokens]:

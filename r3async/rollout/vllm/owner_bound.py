@@ -35,7 +35,7 @@ def _restore_owner_bound(owner_pid: int, values: dict[str, Any]) -> OwnerBoundCo
         exit_with_owner(owner_pid)
         name_shared_memory()
         from r3async.rollout.vllm.cpu_patches import patch_vllm_for_cpu
-        from r3async.rollout.vllm.recorded_gates import GATES_KEY, record_gates
+        from r3async.rollout.vllm.route_recording import GATES_KEY, record_gates
 
         patch_vllm_for_cpu()
         if values.get(GATES_KEY):

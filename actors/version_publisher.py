@@ -59,7 +59,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class VersionWriter:
+class VersionPublisher:
     """The learner's writer of versions. It copies the weights between two steps and writes the copy
     beside the steps that follow. At most one copy waits.
 

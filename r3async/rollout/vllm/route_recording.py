@@ -1,14 +1,38 @@
-"""Recording of gates by vLLM's recorder of routes: the bits of each expert's gate, a float32,
-travel behind the ids of a token's experts, through the same buffers, blocks and outputs."""
+"""What vLLM records of its routers: the experts of each token, and their gates if those are wanted.
+
+With `enable_return_routed_experts` vLLM's own recorder returns the rows of the tokens that a step
+fed forward with each output; `core.AnswerBuffer` gathers them in the engine's process, and
+`running_requests.RunningRequest` here. The bits of an expert's gate, a float32, travel behind the
+ids of a token's experts, through the same buffers, blocks and outputs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from r3async.data.model_shape import RoutingShape
+from r3async.data.routes import route_dtype
+
 GATES_KEY = "r3async_gates"
 """Key in vLLM's `additional_config` whose value is True if gates are recorded."""
+
+
+def join_routes(
+    pieces: Sequence[np.ndarray], shape: RoutingShape, moe_layers: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the routes `[n, layers, top_k]` of the MoE layers, which are `moe_layers` of those that
+    vLLM returned in pieces, and their gates if it records those."""
+    narrow = route_dtype(shape.num_experts)
+    if not pieces:
+        none = np.empty((0, shape.layers, shape.top_k), narrow)
+        return none, none.astype(np.float32) if shape.has_gates else None
+    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if len(moe_layers) != rows.shape[1]:
+        rows = rows[:, moe_layers]
+    return split_gates(rows, narrow) if shape.has_gates else (rows, None)
 
 
 def split_gates(rows: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ from r3async.config import config_from_dict, resolve_envs
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Trajectory
 from r3async.data.write_sizes import read_write_sizes
-from r3async.learner.packing_plan import CostModel, build_cost_model
+from r3async.learner.micro_batch_plan import CostModel, build_cost_model
 from r3async.record.events import open_event_log
 from r3async.record.process_time import LagMeter, StageTimer
 from r3async.record.recording import StepRecorder

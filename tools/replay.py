@@ -208,7 +208,7 @@ class _ReplaySession:
 
     def _load_learner(self) -> tuple[Any, Any]:
         from r3async.actors.driver import load_standalone_learner
-        from r3async.learner.packing_plan import build_cost_model
+        from r3async.learner.micro_batch_plan import build_cost_model
         from r3async.learner.trainer import Trainer
 
         config = self.config

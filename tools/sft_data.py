@@ -15,7 +15,7 @@ from r3async.data.tokens import Sample
 from r3async.envs.row_conversations import parse_conversation
 from r3async.envs.row_tasks import DatasetTask, parse_tools
 from r3async.envs.task_splits import TaskSplits, is_dataset, resolve_data_config
-from r3async.learner.packing_plan import CostModel, build_cost_model
+from r3async.learner.micro_batch_plan import CostModel, build_cost_model
 from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.untrusted import decode_python_json

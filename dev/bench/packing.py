@@ -20,7 +20,7 @@ import numpy as np
 
 from dev.bench.report import Measurements
 from r3async.config import ConfigError
-from r3async.learner.packing_plan import (
+from r3async.learner.micro_batch_plan import (
     CostModel,
     build_cost_model,
     find_round_levels,

@@ -1,4 +1,5 @@
-"""Micro-batches: samples packed by tokens, without padding, and divided among ranks. Pure."""
+"""Micro-batches: the samples that `micro_batch_plan.py` puts together, as one sequence without
+padding. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, SchemaError, TokenTable
-from r3async.learner.packing_plan import (
+from r3async.learner.micro_batch_plan import (
     CostModel,
     PackingError,
     plan_micro_batches,

@@ -19,7 +19,7 @@ import numpy as np
 
 from r3async.data.routes import iter_sorted_columns
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner.packing_plan import CostModel
+from r3async.learner.micro_batch_plan import CostModel
 
 KEYS_PER_ROW = 8
 """Most keys per token of the budget: every sample attends to its own copy of its prefix's keys and

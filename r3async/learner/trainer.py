@@ -32,8 +32,8 @@ from r3async.learner.drift_metrics import (
 )
 from r3async.learner.loss import needs_whole_episodes
 from r3async.learner.metrics import combine_results
+from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.micro_batches import MicroBatch, pack_for_ranks
-from r3async.learner.packing_plan import CostModel
 from r3async.learner.policy_loss import explain_gspo_clipping
 from r3async.learner.prepare import (
     PreparedStep,

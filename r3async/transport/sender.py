@@ -23,9 +23,9 @@ from r3async.data.control_messages import (
 )
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.data.wire_frames import Frame, WireError
+from r3async.transport.encoding_queue import EncodeResult, EncodingQueue, SendWaiter
 from r3async.transport.null_socket import NullSocket, SenderRefusedError, TrajectoryValidator
 from r3async.transport.outbox import Outbox, OutgoingTrajectory
-from r3async.transport.trajectory_encoder import EncodeResult, SendWaiter, TrajectoryEncoder
 from r3async.world import MessageSocket, World
 from r3async.world.curve_keys import ClientKeys, TransportError
 from r3async.world.real import REAL_WORLD
@@ -92,7 +92,7 @@ class TrajectorySender:
         self._on_reject = on_reject
         self._unique_id = world.unique_id
         self._clock = world.clock.monotonic
-        self._encoder = TrajectoryEncoder(settings, validate, self._on_encoded, world)
+        self._encoder = EncodingQueue(settings, validate, self._on_encoded, world)
         self._outbox = Outbox()
         self._all_settled = asyncio.Event()
         """Event that is set while nothing is unacknowledged, or once nothing will ever

@@ -34,7 +34,7 @@ from dev.bench.report import BenchReport, Measurements, build_report, render_rep
 from dev.bench.soak import MIB, ResourceSample, find_growth
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
-from r3async.learner.packing_plan import CostModel
+from r3async.learner.micro_batch_plan import CostModel
 from tests.helpers.cli import run_program
 from tests.helpers.processes import has_ended
 

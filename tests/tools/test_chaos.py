@@ -69,7 +69,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
                 return flip_bit(random.Random(0), [bytes(f) for f in encode(trajectory, **options)])
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("r3async.transport.trajectory_encoder.encode_trajectory", wrong)
+                patch.setattr("r3async.transport.encoding_queue.encode_trajectory", wrong)
                 await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
             assert await sender.flush(LIMIT) == 0
             assert (sender.damaged, sender.rejected, receiver.damaged) == (7, 1, 8)

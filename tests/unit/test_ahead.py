@@ -12,7 +12,7 @@ from r3async.actors.rank_actor import LocalRank
 from r3async.actors.trajectory_inbox import NextStep, TrajectoryInbox
 from r3async.config import config_from_dict
 from r3async.data.tokens import Trajectory
-from r3async.learner.packing_plan import CostModel
+from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.trained_trajectories import checksum_tokens
 from r3async.schedule.groups import GroupBuffer

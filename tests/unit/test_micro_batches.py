@@ -19,14 +19,14 @@ from dev.bench.packing import (
     read_model_shape,
 )
 from r3async.data.tokens import Sample
-from r3async.learner.micro_batches import collate_samples, make_padding_batch, pack_for_ranks, pack_samples
-from r3async.learner.packing_plan import (
+from r3async.learner.micro_batch_plan import (
     CostModel,
     PackingError,
     build_cost_model,
     find_round_levels,
     plan_micro_batches,
 )
+from r3async.learner.micro_batches import collate_samples, make_padding_batch, pack_for_ranks, pack_samples
 from tests.helpers.wire import make_table
 from tests.unit.test_records import EXTRA
 

@@ -10,8 +10,8 @@ from r3async.data.packed_routes import pack_routes
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
+from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_samples, pad_to_multiple
-from r3async.learner.packing_plan import CostModel
 from r3async.learner.shared_prefixes import find_prefix_overlap
 from r3async.record.merged_traces import merge_traces
 from tests.helpers import models as hm

@@ -14,7 +14,7 @@ from r3async.config import config_to_dict
 from r3async.config.load import config_from_dict
 from r3async.data.versions import Lineage
 from r3async.learner import build_learner
-from r3async.learner.packing_plan import build_cost_model
+from r3async.learner.micro_batch_plan import build_cost_model
 from r3async.learner.trainer import Trainer
 from r3async.record.recording import RecordingError, StepRecorder, find_recorded_steps, read_recorded_step
 from r3async.tools.__main__ import app, main

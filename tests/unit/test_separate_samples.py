@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from r3async.learner import LearnerError
+from r3async.learner.micro_batch_plan import build_cost_model
 from r3async.learner.micro_batches import collate_samples, pack_for_ranks
-from r3async.learner.packing_plan import build_cost_model
 from r3async.learner.torch import model as torch_model
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedModel, load_model

@@ -34,10 +34,10 @@ from r3async.learner.limited_update import (
     shorten_to_limit,
 )
 from r3async.learner.metrics import combine_results
+from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.minibatch import MeasuredMinibatch, ProbeBatches
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate
-from r3async.learner.packing_plan import CostModel
 from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.rank_group import SINGLE_RANK
 from r3async.learner.results import DriftSums, GapMoments

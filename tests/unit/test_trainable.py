@@ -18,7 +18,7 @@ from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.data.versions import Lineage
 from r3async.data.wire import encode_trajectory
 from r3async.learner import prepare, trainer
-from r3async.learner.packing_plan import CostModel
+from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.prepare import PreparedStep, prepare_minibatches
 from r3async.learner.trainer import Trainer
 from r3async.schedule.task_failures import TrajectoryQuarantine

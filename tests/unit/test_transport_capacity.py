@@ -16,7 +16,7 @@ from r3async.config import TransportConfig
 from r3async.data import control_messages
 from r3async.data.tokens import Trajectory
 from r3async.data.wire_frames import WireError
-from r3async.transport import TransportError, intake, trajectory_encoder
+from r3async.transport import TransportError, encoding_queue, intake
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
@@ -158,7 +158,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    spy(trajectory_encoder, "encode_trajectory", "encode")
+    spy(encoding_queue, "encode_trajectory", "encode")
     spy(intake, "decode_trajectory", "decode")
     async with receiving(Inbox()) as (_, endpoint), sending(endpoint) as sender:
         for size in (10, 20_000):  # one after the other: what arrives together is opened together
@@ -168,7 +168,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
 
 async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_together(monkeypatch):
     """Each encodes for half a millisecond, on the loop; others have their turn in between."""
-    encode = trajectory_encoder.encode_trajectory
+    encode = encoding_queue.encode_trajectory
     turns: list[int] = []
     encoded = 0
 
@@ -185,7 +185,7 @@ async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_toge
             turns.append(encoded)
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(trajectory_encoder, "encode_trajectory", slow)
+    monkeypatch.setattr(encoding_queue, "encode_trajectory", slow)
     async with receiving(Inbox(), SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
         watching = asyncio.create_task(watch())
         async with asyncio.timeout(LIMIT):
@@ -260,7 +260,7 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
 
 
 async def test_what_others_of_its_group_follow_waits_for_the_last_and_goes_with_it(monkeypatch, sent_together):
-    monkeypatch.setattr("r3async.transport.trajectory_encoder.LINGER_SECONDS", LIMIT)
+    monkeypatch.setattr("r3async.transport.encoding_queue.LINGER_SECONDS", LIMIT)
     inbox, looks = Inbox(), list[int]()
 
     def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
@@ -295,7 +295,7 @@ async def test_what_waits_for_others_that_do_not_come_goes_after_a_while_or_with
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
         await asyncio.wait_for(sender.send(make_trajectory(0), more_follow=True), LIMIT)
-        monkeypatch.setattr("r3async.transport.trajectory_encoder.LINGER_SECONDS", 1000.0)
+        monkeypatch.setattr("r3async.transport.encoding_queue.LINGER_SECONDS", 1000.0)
         last = asyncio.create_task(sender.send(make_trajectory(1), more_follow=True))
         await until(lambda: "t1" in sender)
         assert await sender.flush(LIMIT) == 0

@@ -29,7 +29,7 @@ from r3async.actors.version_delivery import VersionDelivery
 from r3async.actors.version_publisher import Published, VersionPublisher
 from r3async.config import LoraConfig, config_to_dict, load_config
 from r3async.learner import LearnerError
-from r3async.learner.packing_plan import CostModel
+from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.prepare import PreparedStep
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.reading import read_json_objects

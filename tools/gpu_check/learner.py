@@ -22,8 +22,8 @@ from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
 from r3async.checkpoint.rank_files import TensorSlice as Part
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
+from r3async.learner.micro_batch_plan import build_cost_model
 from r3async.learner.micro_batches import MicroBatch, pack_samples
-from r3async.learner.packing_plan import build_cost_model
 from r3async.learner.train_step import train_step
 from r3async.untrusted import decode_python_json
 from r3async.weights.version_store import VersionStore

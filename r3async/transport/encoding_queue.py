@@ -1,4 +1,5 @@
-"""Trajectories are validated and encoded before they are sent, small ones of a group together."""
+"""Trajectories wait to be validated and encoded (`data/wire.py`) before they are sent, small ones of a
+group together."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ SendWaiter = asyncio.Future[None]
 """Future of a caller of `send`, resolved when the trajectory is on its way."""
 
 
-class TrajectoryEncoder:
-    """An encoder that validates and encodes trajectories before they are sent.
+class EncodingQueue:
+    """A queue of trajectories that are validated and encoded before they are sent.
 
     `on_encoded([(trajectory, waiter, encoded), ...])` is called on the event loop with what was
     encoded together.

@@ -39,8 +39,7 @@ class RolloutKLConfig(Section):
     coefficient stays constant."""
     limit: PositiveFloat | None = None
     """A step is shortened, to 1/32 at most, if served drift on the probed episodes would exceed
-    this. Drift beyond it is still published, with the event `drift_beyond_limit`; `max` makes no
-    update. Unset: the `target`, if there is one."""
+    this. Unset: the `target`, if there is one."""
     max: PositiveFloat | None = None
     """Measured drift above which a step makes no optimizer update; neither does one whose drift
     is not finite. Unset: no step is refused."""
@@ -143,8 +142,8 @@ class PPOConfig(ClipConfig):
 
 class TISConfig(PPOConfig):
     cap: PositiveFloat = 2.0
-    """Truncation of the weights recomputed / rollout. With 5 this is decoupled PPO as in AReaL
-    (arXiv 2505.24298)."""
+    """Truncation of the weights recomputed / rollout. With 5 this is AReaL's decoupled PPO (arXiv
+    2505.24298)."""
 
 
 class GSPOConfig(ClipConfig):
@@ -320,8 +319,8 @@ class AlgorithmConfig(Section):
     `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, or your own as `module:function`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
-    compared with the same turn of its group, if every turn is rewarded for its own answer.
-    `token`: the same for the reward from a token to the episode's end."""
+    compared with the same turn of its group. `token`: the same for the reward from a token to the
+    episode's end."""
     filter_zero_variance: bool = False
     """Leave groups out of training whose episodes all have the same score, without
     `overlong_penalty`. `schedule.replaced_groups` takes others in their place."""

@@ -17,7 +17,7 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this are kept for good. 0: none."""
     keep_best: str = ""
     """Evaluation metric whose best checkpoint is kept for good: `reward_mean`, `pass@K`, or a
-    set's, as `greedy/reward_mean`. Each evaluated step then has a checkpoint. Empty: none."""
+    set's, as `greedy/reward_mean`. Empty: none."""
     asynchronous: bool = True
     """Write checkpoints during the next steps, from a copy in host memory (12 bytes per parameter
     over all ranks)."""

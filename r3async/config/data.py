@@ -30,14 +30,12 @@ class DataConfig(Section):
     path: str = ""
     """File, directory or dataset of rows. A `.jsonl`, `.json`, `.csv` or `.parquet` file, a
     directory of such files or of `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
-    Relative paths start where the run was started; in a TOML file, at that file. From Python also a
-    list of dicts or a `datasets.Dataset`."""
+    From Python also a list of dicts or a `datasets.Dataset`."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
     """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose names
-    have it as a word (`gsm8k_train.jsonl`); if no name has the word of any split, `train` is all
-    files."""
+    have it as a word (`gsm8k_train.jsonl`); without any such names, `train` is all files."""
     prompt: PromptTemplate = "prompt"
     """Column with a text or chat messages; or a template over columns, such as `"{question}"`,
     with dotted names for nested ones; or messages of such templates: `[{ role = "user", content =

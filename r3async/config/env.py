@@ -22,7 +22,7 @@ class EnvConfig(Section):
     `dataset` (set by `data=FILE`), or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
     `textarena:ID`, `verifiers:ID`, `openenv:URL`, `harbor:FOLDER`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of the environment's constructor. Docstrings of built-in ones name them."""
+    """Arguments of the environment's constructor."""
     workers: PositiveInt = 2
     """Processes per generator that run blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0

@@ -44,8 +44,7 @@ class EpisodeConfig(Section):
     """Seconds that an episode may take. Then its rewarded turns are trained; without any it is
     tried again."""
     retries: int = 2
-    """Times an episode is tried again after the environment failed. Code that raises twice at one
-    place is not retried, unless a connection or a time-out caused it."""
+    """Times an episode is tried again after the environment failed."""
 
     @property
     def truncates_sampling(self) -> bool:

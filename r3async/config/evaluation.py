@@ -61,7 +61,7 @@ class EvaluationConfig(Section):
     """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
     """Several sets of tasks, or of answers to the same tasks (docs/evaluate.md#while-a-run-trains).
-    A set lists what differs from `[evaluation]`. Views show the first one first."""
+    A set lists what differs from `[evaluation]`."""
     seed: Seed = 0
     """Seed of the tasks. Every evaluation uses the same ones, and training uses none of them."""
 

@@ -21,9 +21,8 @@ class RoutingConfig(Section):
     """Minimum share of trained tokens' inputs with recorded routes; a step below it stops the
     run. Used with replay."""
     trace: Literal["off", "sample", "all"] = "sample"
-    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
-    tenth step. `all`: every one, for `r3async inspect verify` and whole groups in the
-    report. A token takes 41 bytes, and 3 ids for each MoE layer and expert."""
+    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every tenth
+    step. `all`: every one, for `r3async inspect verify` and whole groups in the report."""
 
     def check_values(self) -> None:
         if self.gates == "rollout" and self.replay != "rollout":
@@ -149,7 +148,7 @@ class LearnerConfig(Section):
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after the warm-up, down to `min_lr_ratio * lr` at the run's last
-    update. Only updates that were made count."""
+    update."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly; the last of them uses `lr` itself."""
     min_lr_ratio: UnitFraction = 0.0
@@ -175,8 +174,7 @@ class LearnerConfig(Section):
     it rises by this for experts with fewer tokens than the layer's mean, and falls for the others
     (arXiv 2408.15664). 0: it stays."""
     offload_moments: bool = False
-    """Keep Adam's moments (8 bytes per parameter) in host memory between updates. Updates are the
-    same, but move 16 bytes per parameter."""
+    """Keep Adam's moments (8 bytes per parameter) in host memory between updates."""
     shard_optimizer: bool = False
     """Divide master weights and moments (12 bytes per parameter in bfloat16, 8 in float32) among
     ranks with copies of a parameter (ZeRO stage 1). FSDP2 (`backend = "torch"`) always does."""

@@ -57,11 +57,11 @@ class InitConfig(Section):
 
     size: Literal["small", "tiny"] = "small"
     """`small`: 4 layers of 128 values, 8 experts, top-2. `tiny`: 2 layers of 32 values, for
-    `generator.engine` = "scripted"; vLLM has no heads of 8 values."""
+    `generator.engine` = "scripted"."""
     seed: Seed = 0
     """Seed of the random weights and the warm-up, separate from the run's `seed`."""
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary positions. Large values reach further."""
+    """Base of the rotary positions."""
     warm_reward: SignedFloat = 0.4
     """Mean sampled reward at which supervised steps stop."""
     max_warm_steps: int = 2000

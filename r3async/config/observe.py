@@ -15,9 +15,8 @@ class ObserveConfig(Section):
     timeline: bool = True
     """Record in `timeline.jsonl` which process did what when; the report draws it."""
     record: Literal["off", "full"] = "off"
-    """`full`: keep what the learner trains on in `recording/`, with digests of every stage, for
-    `python -m r3async.tools replay`. It takes the trajectories' size on disk, and one pass over
-    gradients, weights and moments a step."""
+    """`full`: keep what the learner trains on in `recording/`, for `python -m r3async.tools
+    replay`."""
     prometheus_port: Port | None = None
     """First port for Prometheus (docs/observing.md#prometheus-and-grafana): each process serves
     `/metrics` on the first free one from this on. 0: any free port. Unset: none."""

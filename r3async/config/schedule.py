@@ -17,8 +17,7 @@ class DifficultyConfig(Section):
     """Number of a task's latest groups whose mean rewards decide its difficulty."""
     settled_share: UnitFraction = 1.0
     """Difficulty filter: share of its turns in which a settled task is used
-    (docs/environments.md#tasks-by-past-reward). 1: no filter. 0.1 still notices a task that was
-    learned or forgotten."""
+    (docs/environments.md#tasks-by-past-reward). 1: no filter."""
     easy: SignedFloat = 1.0
     """Mean reward of a group at or above which it is too easy."""
     hard: SignedFloat = 0.0
@@ -49,18 +48,16 @@ class ScheduleConfig(Section):
     """Age in versions above which a token is left out of the policy loss, but not of the KL
     terms. Unset: none is."""
     split: Literal["idle", "capacity"] = "idle"
-    """When one group runs on several generators. `idle`: when fewer groups can be leased than
-    generators are idle, or a group is larger than what one may run at once. `capacity`: also
-    whenever a generator has capacity for a part."""
+    """When one group runs on several generators. `idle`: when generators would be idle, or a group
+    is too large for one. `capacity`: also whenever a generator has capacity for a part."""
     prompts_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, the minimum."""
     tokens_per_step: int = 0
     """Minimum number of trainable tokens a step: it takes more groups until it has them, or all
     that may be in flight. 0: off."""
     replaced_groups: int = 0
-    """Dynamic sampling: maximum number of groups that a step takes in place of those whose
-    episodes all have the same score, without `algorithm.overlong_penalty`. Set
-    `algorithm.filter_zero_variance` too, which keeps the replaced ones out of training."""
+    """Dynamic sampling: maximum number of groups that a step takes in place of those whose episodes
+    all have the same score. Set `algorithm.filter_zero_variance` too."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     group_size: PositiveInt = 8
     """Episodes per prompt, whose rewards are compared."""

@@ -67,34 +67,29 @@ class SuperviseConfig(Section):
     (600), and the last episodes of a generator that leaves (120). Raise it for slow disks and
     networks."""
     stall_seconds: PositiveFloat = 600.0
-    """Seconds for which a stage with work may make no progress before it counts as stalled. Set
-    it above the longest call of an environment or tool. docs/operations.md#stalls lists the
-    stages, some with their own limits."""
+    """Seconds for which a stage with work may make no progress before it counts as stalled. Set it
+    above the longest call of an environment or tool (docs/operations.md#stalls)."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
-    """Reaction to a stall, after the event and the stacks. `warn`: none. `restart`: the generator,
-    learner or conductor is restarted; a full disk is waited for; any other stage ends the run.
-    `abort`: the run ends."""
+    """Reaction to a stall. `warn`: none. `restart`: the generator, learner or conductor is
+    restarted; a full disk is waited for; any other stage ends the run. `abort`: the run ends."""
     silence_seconds: PositiveFloat = 60.0
     """Seconds without a report after which a generator gets no new episodes; after twice as long
-    its groups are leased again. An engine on CPU may block a generator for a while."""
+    its groups are leased again."""
     restart_backoff: PositiveFloat = 1.0
     """Seconds before a lost generator is loaded again; doubled for each further loss, up to a
-    minute, until it was healthy for ten."""
+    minute."""
     max_run_restarts: int = 3
     """Times the run restarts from its newest checkpoint when the learner or the conductor is
     lost."""
     copy_steps: int = 1
     """Steps between two copies of the ranks' state, from which they restart if one is lost
-    (docs/operations.md#a-rank-is-lost). Two, for a moment three, of 12 bytes per parameter (with
-    LoRA, of the adapters) are in host memory. 0: none; the run restarts from its newest
-    checkpoint."""
+    (docs/operations.md#a-rank-is-lost). 0: none; the run restarts from its newest checkpoint."""
     stop_grace_seconds: PositiveFloat = 30.0
     """Seconds that each part of the end of a run may take: engines, evaluations, records."""
     max_failed_fraction: UnitFraction = 0.1
-    """Share of the last 100 tasks (or of as many as can be in flight) that may fail for good,
-    after `episode.retries`, before the run stops with the last error. A task with some failed
-    episodes counts with their share. Environments, engines and refusals of the learner count
-    separately. 0: the first failure stops the run."""
+    """Share of the last 100 tasks that may fail for good, after `episode.retries`, before the run
+    stops with the last error. A task that fails in part counts for that part. 0: the first failure
+    stops the run."""
 
     max_skipped_steps: int = 20
     """Steps in a row that may make no update because the gradient was not finite or drift was

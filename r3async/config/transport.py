@@ -14,14 +14,14 @@ class TransportConfig(Section):
     `cluster.interface`."""
     credit_bytes: ByteCount = 256 * 2**20
     """Bytes of trajectories that may wait at the learner, beyond those of the next step; others
-    wait at their generators. Half as many may be in flight besides."""
+    wait at their generators."""
     ack_timeout: PositiveFloat = 5.0
     """Seconds without an acknowledgement after which a sender connects again and resends."""
     max_message_bytes: ByteCount = 64 * 2**20
     """Size of the largest trajectory, in memory."""
     keys: str = ""
     """Directory made by `python -m r3async.tools keys`: only peers with a key in it are let in.
-    Empty: each start makes new keys. Connections are encrypted in both cases."""
+    Empty: each start makes new keys."""
     trusted_network: bool = False
     """Trust everything that reaches `host`. `weights.backend = "nccl"`, which has no keys, needs
     this beyond loopback."""

@@ -13,7 +13,7 @@ class WeightsConfig(Section):
     on one host, else `tcp`."""
     relay: bool = True
     """With `tcp`, let generators' hosts pass weights on: the learner then sends a version only
-    twice. They listen on a free port; one that others cannot reach is left out."""
+    twice. They listen on a free port."""
     bucket_bytes: ByteCount = 64 * 2**20
     """Size of the pieces in which weights are converted and sent."""
     probe: bool = True

@@ -243,7 +243,7 @@ def test_small_weights_have_every_part_of_an_update(tmp_path):
     assert all(figure.n == 3 for figure in milliseconds.values())
     assert milliseconds["load"].median < milliseconds["pause"].median < milliseconds["update"].median
     tensors = 2 * (3 * 8 + 9) + 3
-    assert report.facts["weights"].startswith(f"{tensors} tensors, ")
+    assert report.facts["weights"].startswith(f"{tensors} tensors of the model; ")
     each = report.find_figures("load")["µs a tensor"]
     assert each.median == pytest.approx(1e3 * milliseconds["load"].median / tensors)
 

@@ -4,24 +4,20 @@ faults from one seed.
 It has the properties of DEALER and ROUTER over TCP (`tests/sim/test_sockets.py` runs the
 same tests on both):
 
-1. A connection carries whole messages, in order. Messages of different connections may
-   overtake each other.
-2. A dealer connects automatically, and reconnects after a connection was lost. Meanwhile it
-   queues messages, up to
-`HIGH_WATER_MARK`.
+1. A connection carries whole messages, in order. Messages of different connections may overtake
+   each other.
+2. A dealer connects automatically, and reconnects after a connection was lost. Meanwhile it queues
+   messages, up to `HIGH_WATER_MARK`.
 3. A router knows a dealer from when its connection is established until it is lost. A new
    connection takes over the name.
-4. When a connection is lost, a prefix of what was in transit has arrived. Of the rest of a
-   dealer's messages a prefix is lost,
-and what the kernel had not taken yet is sent over the next connection: there may be a gap, but
-messages stay in order.
-5. Nothing is delivered twice. Duplicates come from the layer above: from senders that reconnect
-   and resend what was not
-answered.
+4. When a connection is lost, a prefix of what was in transit has arrived. Of the rest of a dealer's
+   messages a prefix is lost, and what the kernel had not taken yet is sent over the next
+   connection: there may be a gap, but messages stay in order.
+5. Nothing is delivered twice. Duplicates come from the layer above: from senders that reconnect and
+   resend what was not answered.
 
 6. A process without descriptors (`VirtualProcess.out_of_descriptors`) can make no socket, and
-   accepts no connection; peers
-that connect wait outside.
+   accepts no connection; peers that connect wait outside.
 
 A fault lasts for a given number of seconds, and concerns connections between `a` and `b`,
 each the name of a process or host, or `ANY_NAME`. While it lasts, no new connection is

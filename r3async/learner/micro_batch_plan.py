@@ -9,21 +9,18 @@ The planner raises it, using the fewest micro-batches that the token cap allows.
 micro-batches of all ranks at one index; its *level* is the cost of its costliest one.
 
 1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear
-   programme, solved by
-filling up (see there). It plans for slightly more work than there is (`LEVEL_SLACKS`), as nothing
-packs perfectly.
-2. Rounds are filled under cap and level, each time with the longest sample that fits:
-   first-fit decreasing, one
-micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last
-round takes the rest, longest first, each to the rank with the least (LPT, Graham 1969).
+   programme, solved by filling up (see there). It plans for slightly more work than there is
+   (`LEVEL_SLACKS`), as nothing packs perfectly.
+2. Rounds are filled under cap and level, each time with the longest sample that fits: first-fit
+   decreasing, one micro-batch after another (Johnson 1973), so that the micro-batches of one round
+   are alike. The last round takes the rest, longest first, each to the rank with the least (LPT,
+   Graham 1969).
 3. Two simpler plans are made as well: all micro-batches of first-fit decreasing in order of cost,
-   and ranks that are
-balanced first and packed one by one (`apart`), which is best where many samples are cut at
-the same length.
-4. The plan with the shortest wait is kept. A plan is abandoned as soon as it cannot be the
-   best: its wait so far
-exceeds the total wait of the best plan, less the remaining work in equal shares. Micro-batches of a
-round are assigned so that the ranks' totals are close, too.
+   and ranks that are balanced first and packed one by one (`apart`), which is best where many
+   samples are cut at the same length.
+4. The plan with the shortest wait is kept. A plan is abandoned as soon as it cannot be the best:
+   its wait so far exceeds the total wait of the best plan, less the remaining work in equal shares.
+   Micro-batches of a round are assigned so that the ranks' totals are close, too.
 """
 
 from __future__ import annotations
@@ -152,7 +149,7 @@ def plan_micro_batches(
 
     A micro-batch has at most `max_tokens` tokens. Every index is in one micro-batch. All ranks have
     the same number of micro-batches, costliest first; some may be empty. The wait at each
-    micro-batch is as short as the planner can make it (see the comment above), with as few
+    micro-batch is as short as the planner can make it (see the head of the file), with as few
     micro-batches as it can find.
 
     `costs` are the costs of the samples, if they are not what `cost` gives for their lengths.

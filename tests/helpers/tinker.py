@@ -286,7 +286,7 @@ class FaultyServer(TinkerServer):
 
 
 @contextmanager
-def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> Iterator[Any]:
+def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer, port: int = 0) -> Iterator[Any]:
     """Run a server on an event loop of a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -298,7 +298,7 @@ def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer) -> 
     async def make() -> TinkerServer:
         if isinstance(backend, EngineBackend):
             await backend.start()
-        server = kind(backend, directory, key=KEY)
+        server = kind(TinkerService(backend, directory, REAL_WORLD), key=KEY, port=port)
         await server.start()
         return server
 

@@ -1,5 +1,7 @@
 """The server, the learner or the engine is lost in the middle of a loop of the SDK, which goes on as before."""
 
+from urllib.parse import urlsplit
+
 import numpy as np
 import pytest
 
@@ -48,32 +50,32 @@ def supervised(start):
 
 def run_loop(base_url, disturb):
     """Return the log-probs and metrics of a loop that calls `disturb` wherever something may be under way."""
-    service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
-    client = service.create_lora_training_client("tiny/moe", rank=4, seed=3).result(TIMEOUT)
-    shown = []
-    disturb()
-    for step in range(2):
-        sampler = client.save_weights_and_get_sampling_client().result(TIMEOUT)
+    with tinker.ServiceClient(base_url=base_url, api_key=KEY) as service:
+        client = service.create_lora_training_client("tiny/moe", rank=4, seed=3).result(TIMEOUT)
+        shown = []
         disturb()
-        prompt = types.ModelInput.from_ints(PROMPT)
-        sampled = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=4, seed=step))
+        for step in range(2):
+            sampler = client.save_weights_and_get_sampling_client().result(TIMEOUT)
+            disturb()
+            prompt = types.ModelInput.from_ints(PROMPT)
+            sampled = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=4, seed=step))
+            disturb()
+            sequences = sampled.result(TIMEOUT).sequences
+            data = [rl_datum(one, advantage) for one, advantage in zip(sequences, (1.0, -1.0), strict=True)]
+            waiting = [client.forward_backward(data, "importance_sampling")]
+            waiting.append(client.forward_backward([supervised(step)], "cross_entropy"))
+            disturb()
+            waiting.append(client.optim_step(types.AdamParams(learning_rate=0.02)))
+            disturb()
+            first, second, _ = (one.result(TIMEOUT) for one in waiting)
+            assert first.metrics["routes/recorded:mean"] == 1.0
+            assert first.metrics["staleness:max"] == 0.0
+            shown += [output["logprobs"].to_numpy() for output in (*first.loss_fn_outputs, *second.loss_fn_outputs)]
+        path = client.save_state("end").result(TIMEOUT).path
         disturb()
-        sequences = sampled.result(TIMEOUT).sequences
-        data = [rl_datum(one, advantage) for one, advantage in zip(sequences, (1.0, -1.0), strict=True)]
-        waiting = [client.forward_backward(data, "importance_sampling")]
-        waiting.append(client.forward_backward([supervised(step)], "cross_entropy"))
-        disturb()
-        waiting.append(client.optim_step(types.AdamParams(learning_rate=0.02)))
-        disturb()
-        first, second, _ = (one.result(TIMEOUT) for one in waiting)
-        assert first.metrics["routes/recorded:mean"] == 1.0
-        assert first.metrics["staleness:max"] == 0.0
-        shown += [output["logprobs"].to_numpy() for output in (*first.loss_fn_outputs, *second.loss_fn_outputs)]
-    path = client.save_state("end").result(TIMEOUT).path
-    disturb()
-    client.load_state_with_optimizer(path).result(TIMEOUT)
-    last = client.forward([supervised(5)], "cross_entropy").result(TIMEOUT)
-    return [*shown, last.loss_fn_outputs[0]["logprobs"].to_numpy()]
+        client.load_state_with_optimizer(path).result(TIMEOUT)
+        last = client.forward([supervised(5)], "cross_entropy").result(TIMEOUT)
+        return [*shown, last.loss_fn_outputs[0]["logprobs"].to_numpy()]
 
 
 def assert_equal(one, other):
@@ -97,8 +99,10 @@ def test_a_call_that_fails_leaves_nothing_of_itself(backend, alone, tmp_path, mo
             raise RuntimeError("out of memory")
         return result
 
-    with serve(backend, tmp_path) as server:
-        service = tinker.ServiceClient(base_url=server.base_url, api_key=KEY)
+    with (
+        serve(backend, tmp_path) as server,
+        tinker.ServiceClient(base_url=server.base_url, api_key=KEY) as service,
+    ):
         clients = [service.create_lora_training_client("tiny/moe", rank=4, seed=3).result() for _ in range(2)]
         norms = []
         for client, function in zip(clients, (train, fail_after_half), strict=True):
@@ -120,7 +124,7 @@ def test_a_server_that_stops_is_continued_by_the_next(backend, tmp_path):
         client.forward_backward([supervised(0)], "cross_entropy").result()
         model_id = client.model_id
     backend.lose()
-    with serve(backend, tmp_path) as server:
+    with serve(backend, tmp_path, port=urlsplit(server.base_url).port) as server, service:
         (model,) = server.service.training.models.values()
         assert model.model_id == model_id
         assert model.lora.rank == 4

@@ -3,8 +3,8 @@ window, and publishes weights.
 
 `LearnerActor.run_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
 (transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a
-step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionPublisher` (version_publisher.py)
-and a `CheckpointWriter` (checkpoint/writer.py) write what it made.
+step ahead; a `Trainer` (learner/trainer.py) makes it on all ranks; a `VersionPublisher`
+(version_publisher.py) and a `CheckpointWriter` (checkpoint/writer.py) write what it made.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ def build_backend(directory: Path) -> EngineBackend:
     return EngineBackend(config, model, NAME, (), directory)
 
 
-def shift(prompt: list[int], tokens: Any, logprobs: Any, advantage: float) -> dict[str, Any]:
+def build_loss_inputs(
+    prompt: list[int], tokens: Any, logprobs: Any, advantage: float
+) -> dict[str, Any]:
     """Return what the loss takes of a sampled sequence."""
     lead = len(prompt) - 1
     return {
@@ -89,7 +91,7 @@ def shift(prompt: list[int], tokens: Any, logprobs: Any, advantage: float) -> di
     }
 
 
-def score(tokens: Any) -> float:
+def compute_reward(tokens: Any) -> float:
     """A token below 128 is a reward."""
     return float(np.mean([token < 128 for token in tokens])) - 0.5
 
@@ -112,7 +114,9 @@ async def loop_over_verbs(backend: EngineBackend, model_id: str, steps: int, at:
         data = []
         for prompt, answers in zip(PROMPTS, await asyncio.gather(*calls), strict=True):
             for one in answers:
-                inputs = shift(prompt, one.tokens, one.logprobs, score(one.tokens))
+                inputs = build_loss_inputs(
+                    prompt, one.tokens, one.logprobs, compute_reward(one.tokens)
+                )
                 arrays = {name: np.asarray(x, np.float32) for name, x in inputs.items()}
                 arrays["target_tokens"] = np.asarray(inputs["target_tokens"], np.int64)
                 tokens = np.asarray([*prompt, *one.tokens[:-1]], np.int32)
@@ -145,7 +149,7 @@ def loop_over_sdk(url: str, key: str, steps: int) -> dict[str, float]:
             data = [
                 types.Datum(
                     types.ModelInput.from_ints([*prompt, *one.tokens[:-1]]),
-                    shift(prompt, one.tokens, one.logprobs, score(one.tokens)),
+                    build_loss_inputs(prompt, one.tokens, one.logprobs, compute_reward(one.tokens)),
                 )
                 for prompt, call in zip(PROMPTS, calls, strict=True)
                 for one in call.result().sequences
@@ -163,25 +167,25 @@ async def poll_futures(url: str, key: str, count: int) -> None:
         url, headers=headers, connector=aiohttp.TCPConnector(limit=0)
     ) as http:
 
-        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def post_json(path: str, body: dict[str, Any]) -> dict[str, Any]:
             async with http.post(f"/api/v1/{path}", json=body) as answer:
                 assert answer.status < 500, await answer.text()
                 return dict(await answer.json())
 
-        async def wait(request_id: str) -> None:
+        async def poll_future(request_id: str) -> None:
             while True:
-                await post("retrieve_future", {"request_id": request_id})
+                await post_json("retrieve_future", {"request_id": request_id})
 
-        opened = await post("create_session", {"tags": [], "sdk_version": "bench"})
+        opened = await post_json("create_session", {"tags": [], "sdk_version": "bench"})
         lora = {"rank": 8, "seed": 0}
         body = {"session_id": opened["session_id"], "model_seq_id": 0, "base_model": NAME}
-        made = await post("create_model", body | {"lora_config": lora})
+        made = await post_json("create_model", body | {"lora_config": lora})
         model_id = made["model_id"]
         taken = [
-            await post("optim_step", {"model_id": model_id, "seq_id": number})
+            await post_json("optim_step", {"model_id": model_id, "seq_id": number})
             for number in range(2, count + 2)  # 1 never comes
         ]
-        waits = [asyncio.create_task(wait(one["request_id"])) for one in taken]
+        waits = [asyncio.create_task(poll_future(one["request_id"])) for one in taken]
         await asyncio.wait(waits, timeout=POLLED_SECONDS)
         for task in waits:
             task.cancel()
@@ -216,20 +220,20 @@ def compare_loops(
 ) -> None:
     url, key = server.base_url, server.key
 
-    def verbs(name: str, steps: int) -> None:
+    def run_verbs(name: str, steps: int) -> None:
         thread.run(loop_over_verbs(backend, name, steps, at))
 
-    def together(steps: int) -> None:
+    def run_two_clients(steps: int) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda _: loop_over_sdk(url, key, steps), range(2)))
 
-    verbs("warm", 2)
+    run_verbs("warm", 2)
     print(json.dumps({"metrics": loop_over_sdk(url, key, 2)}), flush=True)
     seconds: dict[str, list[float]] = {"verbs": [], "served": [], "together": []}
     for index in range(args.rounds):
-        seconds["verbs"].append(measure_seconds(verbs, f"verbs-{index}", args.steps))
+        seconds["verbs"].append(measure_seconds(run_verbs, f"verbs-{index}", args.steps))
         seconds["served"].append(measure_seconds(loop_over_sdk, url, key, args.steps))
-        seconds["together"].append(measure_seconds(together, args.steps))
+        seconds["together"].append(measure_seconds(run_two_clients, args.steps))
         print(
             json.dumps({name: round(values[-1], 2) for name, values in seconds.items()}), flush=True
         )

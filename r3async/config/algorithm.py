@@ -319,8 +319,8 @@ class AlgorithmConfig(Section):
     `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, or your own as `module:function`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is
-    compared with the same turn of its group. `token`: the same for the reward from a token to the
-    episode's end."""
+    compared with the same turn of its group, if every turn is rewarded for its own answer.
+    `token`: the same for the reward from a token to the episode's end."""
     filter_zero_variance: bool = False
     """Leave groups out of training whose episodes all have the same score, without
     `overlong_penalty`. `schedule.replaced_groups` takes others in their place."""

@@ -56,7 +56,8 @@ class ServingConfig(Section):
     """Port of the endpoint. 0: a free one. A fixed number allows only one generator a host."""
     token: Secret = msgspec.field(default_factory=Secret)
     """Token for opening sessions. Empty: a random one for each generator. `$NAME`: a variable of
-    the generator. It is written to no file: give it again when you resume."""
+    the generator. It is written to no file, so give it again when you resume, unless it is a
+    `$NAME`."""
     tool_parser: str = "auto"
     """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's, for
     the form of Hermes and Qwen. Otherwise vLLM's of that name, such as `llama3_json`."""

@@ -1,5 +1,5 @@
-"""Trajectories wait to be validated and encoded (`data/wire.py`) before they are sent, small ones of a
-group together."""
+"""Trajectories wait to be validated and encoded (`data/wire.py`) before they are sent, small ones
+of a group together."""
 
 from __future__ import annotations
 

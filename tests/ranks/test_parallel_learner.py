@@ -205,6 +205,6 @@ def threads_after(path: Path, settings) -> tuple[int, int]:
 
 
 def test_a_closed_learner_leaves_no_threads(two_ranks, model_path):
-    """Megatron forgets its process groups without destroying them; gloo's keep threads."""
+    """A process group of gloo that is forgotten without being destroyed keeps its threads."""
     for first, last in two_ranks.call(threads_after, model_path, config(dp=2, ep=2)):
         assert last <= first

@@ -72,8 +72,8 @@ class MegatronRankGroup(RankGroup):
         if self.owns_default_group:
             dist.destroy_process_group()
             return
-        # Megatron only forgets its groups; each of gloo's keeps threads and sockets until
-        # it is destroyed.
+        # Megatron destroys the groups that it made for gloo by name, and only forgets the others.
+        # Each keeps threads and sockets until it is destroyed.
         for group in self.created_groups:
             if group in _list_process_groups():
                 dist.destroy_process_group(group)

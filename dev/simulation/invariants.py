@@ -990,7 +990,8 @@ def evaluated_by_the_weights_of_its_step(state: ObservedState, event: Evaluation
 def each_step_that_is_due_is_evaluated_once(state: ObservedState, event: RunFinished) -> str:
     """The record of a run that has ended has each evaluation once, in order, and all that were due,
     even after a stop or the end of any process. (A resume begins the last one that was due, if it
-    is missing, at the step from which it resumes.)
+    is missing, at the step from which it resumes. If that is the run's last step, it is also the
+    evaluation of the last weights.)
 
     An evaluation may be missing only if the one before was still being played, except after the
     last step; if the generator gave it up; or if a disk failed."""
@@ -1010,6 +1011,8 @@ def each_step_that_is_due_is_evaluated_once(state: ObservedState, event: RunFini
         ),
         event.steps,
     ]
+    if state.current_branch.first_step == event.steps and event.steps in evaluated:
+        due[-2:] = [event.steps]
     for step, following in zip(due, [*due[1:], event.steps + 1], strict=True):
         excused = step in state.given_up_evaluations or (
             step in state.skipped_evaluations and step < event.steps

@@ -78,6 +78,8 @@ class LineageBranch:
         self.lineage = lineage
         self.version = version
         self.steps: list[TrainedStep] = parent.steps[:step] if parent is not None else []
+        self.first_step = len(self.steps)
+        """The number of steps that it began with."""
         self.step_by_group: dict[int, int] = {
             group: step.number for step in self.steps for group in step.groups
         }

@@ -47,6 +47,7 @@ from dev.simulation.invariants import (
     InvariantChecker,
     InvariantViolated,
     RunGuarantees,
+    each_step_that_is_due_is_evaluated_once,
     groups_are_replaced_for_want_of_contrast,
     results_of_lost_weights_are_gone,
 )
@@ -243,6 +244,19 @@ def test_a_start_that_keeps_the_results_of_steps_that_it_takes_back_is_named():
     for step in (3, 4):
         state.apply_event(EvaluationRemoved(8.0, step))
     assert not results_of_lost_weights_are_gone(state, resumed)
+
+
+@pytest.mark.parametrize(("start", "evaluated", "missing"), [(4, (4,), None), (3, (4,), 2), (4, (2,), 4), (4, (), 2)])
+def test_a_resume_at_the_last_step_makes_one_evaluation_of_a_missing_one_and_the_last(start, evaluated, missing):
+    *before, end = good()
+    state = see(before, msgspec.structs.replace(RULES, evaluate_every=2, evaluated_tasks=1)).state
+    whole = state.current_branch
+    assert len(whole.steps) == end.steps == 4
+    state.apply_event(LineageBegan(9.0, 3, 2, whole.steps[start - 1].version, start))
+    for step in whole.steps[start:]:
+        state.current_branch.add_step(step.groups, makes_version=True)
+    says = each_step_that_is_due_is_evaluated_once(state, msgspec.structs.replace(end, evaluated=evaluated))
+    assert says.partition(":")[0] == (f"the evaluation of step {missing} is missing" if missing else "")
 
 
 @pytest.mark.parametrize(

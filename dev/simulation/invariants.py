@@ -1011,13 +1011,14 @@ def each_step_that_is_due_is_evaluated_once(state: ObservedState, event: RunFini
         ),
         event.steps,
     ]
-    if state.current_branch.first_step == event.steps and event.steps in evaluated:
-        due[-2:] = [event.steps]
-    for step, following in zip(due, [*due[1:], event.steps + 1], strict=True):
+    ends = [*due[1:], event.steps + 1]
+    if state.current_branch.first_step == event.steps:
+        ends = [event.steps + 1 if end == event.steps else end for end in ends]
+    for step, end in zip(due, ends, strict=True):
         excused = step in state.given_up_evaluations or (
             step in state.skipped_evaluations and step < event.steps
         )
-        if not excused and not any(step <= one < following for one in evaluated):
+        if not excused and not any(step <= one < end for one in evaluated):
             return (
                 f"the evaluation of step {step} is missing: there are those of steps "
                 f"{list(evaluated)}"

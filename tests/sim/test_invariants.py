@@ -246,10 +246,22 @@ def test_a_start_that_keeps_the_results_of_steps_that_it_takes_back_is_named():
     assert not results_of_lost_weights_are_gone(state, resumed)
 
 
-@pytest.mark.parametrize(("start", "evaluated", "missing"), [(4, (4,), None), (3, (4,), 2), (4, (2,), 4), (4, (), 2)])
-def test_a_resume_at_the_last_step_makes_one_evaluation_of_a_missing_one_and_the_last(start, evaluated, missing):
+@pytest.mark.parametrize(
+    ("every", "start", "evaluated", "missing"),
+    [
+        (2, 4, (4,), None),
+        (2, 3, (4,), 2),
+        (2, 4, (2,), 4),
+        (2, 4, (), 2),
+        (1, 4, (1, 2, 4), None),
+        (1, 4, (1, 3, 4), 2),
+        (1, 4, (1, 4), 2),
+        (9, 4, (4,), None),
+    ],
+)
+def test_a_resume_at_the_last_step_makes_one_evaluation_of_a_missing_one_and_the_last(every, start, evaluated, missing):
     *before, end = good()
-    state = see(before, msgspec.structs.replace(RULES, evaluate_every=2, evaluated_tasks=1)).state
+    state = see(before, msgspec.structs.replace(RULES, evaluate_every=every, evaluated_tasks=1)).state
     whole = state.current_branch
     assert len(whole.steps) == end.steps == 4
     state.apply_event(LineageBegan(9.0, 3, 2, whole.steps[start - 1].version, start))

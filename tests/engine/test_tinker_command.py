@@ -39,7 +39,7 @@ def read_exports(line, folder):
 
 def stop(process, number=signal.SIGTERM):
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     return process.returncode
 
 

@@ -111,7 +111,7 @@ class Worker(WorkerExtension):
         self.steps.append("start")
 
     def update_weights(self, info: dict) -> None:
-        came = self.wire.get(timeout=20)
+        came = self.wire.get(timeout=240)
         assert list(came) == info["names"]
         assert [list(t.shape) for t in came.values()] == info["shapes"]
         assert [str(t.dtype) for t in came.values()] == [f"torch.{d}" for d in info["dtype_names"]]
@@ -155,7 +155,7 @@ def sender(tmp_path, wire, hang):
     made.close()
 
 
-def fetched(sender, version, receiver, timeout=20.0):
+def fetched(sender, version, receiver, timeout=240.0):
     publication = sender.publish_tensors(version, tensors(version), torch.bfloat16)
     return asyncio.run(receiver.fetch_version(publication.manifest, publication.transport_data, timeout))
 
@@ -332,7 +332,7 @@ def test_vllm_takes_what_it_is_given():
     assert not [name for name in ours if hasattr(GpuWorker, name)]  # vLLM refuses an extension that hides something
 
 
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 
 
 class Machine:

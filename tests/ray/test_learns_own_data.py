@@ -37,7 +37,7 @@ def trained(local_ray, tmp_path_factory):
         patched.chdir(path)
         for name in ("complements.py", "complements.toml"):
             shutil.copy(EXAMPLES / name, path)
-        subprocess.run([sys.executable, "complements.py"], cwd=path, check=True, timeout=60)
+        subprocess.run([sys.executable, "complements.py"], cwd=path, check=True, timeout=240)
         init_model(path / "tiny", load_config("complements.toml", []))
         start = ["data.path=demonstrations.jsonl", "data.eval=0", "model.path=tiny", "reward=exact"]
         supervised = ["steps=120", "sft.rows_per_step=64", "learner.lr=1e-3", "name=first"]

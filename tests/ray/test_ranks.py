@@ -73,7 +73,7 @@ def test_ranks_in_actors_train_what_one_process_trains(both, model_path, tmp_pat
     with ThreadPoolExecutor(1) as writer:  # beside a step
         writing = writer.submit(ranked.write_version)
         ranked.run_minibatches([for_two_ranks()], version=1)
-        manifest = writing.result(60).manifest
+        manifest = writing.result(240).manifest
     verify_version_file(manifest)
     ranked.snapshot_weights(4)
     manifest = ranked.write_version(versions_in_use=[3]).manifest
@@ -108,7 +108,7 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_pa
         for _ in range(5):
             calls += [actors.begin_call(actor, "call_method", "score_tokens") for _ in range(4)]
             writes.append(actors.begin_call(actor, "call_method", "write_version", concurrency_group=WRITE_LANE))
-        calls, writes = actors.get(calls, timeout=60), actors.get(writes, timeout=60)
+        calls, writes = actors.get(calls, timeout=240), actors.get(writes, timeout=240)
     finally:
         actors.kill_actor(actor)
     assert len(set(calls)) == len(set(writes)) == 1

@@ -71,7 +71,7 @@ async def next_process(actor: ActorRef, pid: int) -> int:
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(ActorLostError):
-            if (now := await actor.call("pid", timeout=60)) != pid:
+            if (now := await actor.call("pid", timeout=240)) != pid:
                 return now
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
@@ -82,38 +82,38 @@ async def lost(actor: ActorRef) -> None:
     deadline = time.monotonic() + 60
     with contextlib.suppress(ActorLostError):
         while True:
-            await actor.call("pid", timeout=60)
+            await actor.call("pid", timeout=240)
             assert time.monotonic() < deadline
 
 
 async def test_calls_between_actors_their_exceptions_and_time_limits():
     one, two = spawn("one"), spawn("two")
     try:
-        assert await one.call("is_its_own_world", timeout=60)
-        assert await one.call("niceness", timeout=60) == os.nice(0), "Ray's own workers have 15"
-        pids = [await actor.call("pid", timeout=60) for actor in (one, two)]
-        assert await one.call("hash_of", "task", timeout=60) == await two.call("hash_of", "task", timeout=60)
-        assert await one.call("ask", two, "pid", timeout=60) == pids[1]
-        myself = await two.call("current", timeout=60)
-        assert await one.call("ask", myself, "pid", timeout=60) == pids[1]
+        assert await one.call("is_its_own_world", timeout=240)
+        assert await one.call("niceness", timeout=240) == os.nice(0), "Ray's own workers have 15"
+        pids = [await actor.call("pid", timeout=240) for actor in (one, two)]
+        assert await one.call("hash_of", "task", timeout=240) == await two.call("hash_of", "task", timeout=240)
+        assert await one.call("ask", two, "pid", timeout=240) == pids[1]
+        myself = await two.call("current", timeout=240)
+        assert await one.call("ask", myself, "pid", timeout=240) == pids[1]
         with pytest.raises(Wrong) as caught:
-            await one.call("fail", Wrong("a", "b"), timeout=60)
+            await one.call("fail", Wrong("a", "b"), timeout=240)
         assert caught.type is Wrong
         assert caught.value.words == ("a", "b")
         with pytest.raises(ActorNotLoaded, match=r"^nothing yet$"):
-            await one.call("ask", two, "fail", ActorNotLoaded("nothing yet"), timeout=60)
+            await one.call("ask", two, "fail", ActorNotLoaded("nothing yet"), timeout=240)
         with pytest.raises(TimeoutError, match="its own"):
-            await one.call("fail", TimeoutError("its own"), timeout=60)
+            await one.call("fail", TimeoutError("its own"), timeout=240)
         with pytest.raises(TimeoutError) as ours:
             await one.call("sleep", 1.0, timeout=0.1)
         assert str(ours.value) == ""
         left = asyncio.ensure_future(one.call("sleep", 1.0))
         await asyncio.sleep(0.1)
         left.cancel()
-        assert await one.call("sleep", 1.5, timeout=60) == 3, "nobody waits, and the methods go on"
+        assert await one.call("sleep", 1.5, timeout=240) == 3, "nobody waits, and the methods go on"
         reference = REAL_WORLD.actors.put([1, 2, 3])
-        assert await one.call("shared", [reference], timeout=60) == 6
-        assert await one.call("sum", reference, timeout=60) == 6
+        assert await one.call("shared", [reference], timeout=240) == 6
+        assert await one.call("sum", reference, timeout=240) == 6
     finally:
         for actor in (one, two):
             REAL_WORLD.actors.kill_actor(actor)
@@ -137,7 +137,7 @@ async def test_a_restart_that_raises_is_tried_again_and_a_first_start_that_raise
     path.touch()
     actor = REAL_WORLD.actors.spawn_actor(NeedsFile, str(path), name="restarted", actor_options=options)
     try:
-        first = await actor.call("pid", timeout=60)
+        first = await actor.call("pid", timeout=240)
         path.unlink()
         REAL_WORLD.actors.kill_actor(actor, restart=True)
         await asyncio.sleep(5.0)
@@ -152,11 +152,11 @@ async def test_a_restart_that_raises_is_tried_again_and_a_first_start_that_raise
 async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_be():
     mortal, other = spawn("mortal", max_restarts=2), spawn("other")
     try:
-        first = await mortal.call("pid", timeout=60)
+        first = await mortal.call("pid", timeout=240)
         waiting = asyncio.ensure_future(mortal.call("sleep", 600.0))
         await asyncio.sleep(0.2)
         with pytest.raises(ActorLostError, match="mortal: "):
-            await mortal.call("end", timeout=60)
+            await mortal.call("end", timeout=240)
         with pytest.raises(ActorLostError, match="mortal: "):
             await asyncio.wait_for(waiting, 60)
         second = await next_process(mortal, first)
@@ -165,7 +165,7 @@ async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_b
         REAL_WORLD.actors.kill_actor(mortal)
         await lost(mortal)
         with pytest.raises(ActorLostError):
-            await other.call("ask", mortal, "pid", timeout=60)
+            await other.call("ask", mortal, "pid", timeout=240)
     finally:
         REAL_WORLD.actors.kill_actor(other)
 
@@ -173,7 +173,7 @@ async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_b
 def test_a_thread_without_a_loop_begins_calls_waits_for_them_and_is_told_of_errors():
     actors, one = REAL_WORLD.actors, spawn("one")
     slow, quick = actors.begin_call(one, "sleep", 30.0), actors.begin_call(one, "pid")
-    assert actors.wait_for_call([slow, quick], timeout=60) == ([quick], [slow])
+    assert actors.wait_for_call([slow, quick], timeout=240) == ([quick], [slow])
     assert actors.get(quick, 60) > 0
     with pytest.raises(TimeoutError):
         actors.get(slow, 0.1)

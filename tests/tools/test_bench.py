@@ -98,9 +98,9 @@ def test_a_job_reports_its_progress_its_answer_and_its_failure(tmp_path, monkeyp
         "def long(job: int, directory): print('waiting', flush=True); time.sleep(60)\n"
     )
     options = {"answer": int, "directory": tmp_path / "job", "print_line": said.append}
-    assert run_job("jobs:double", 21, timeout=60, **options) == 42
+    assert run_job("jobs:double", 21, timeout=240, **options) == 42
     with pytest.raises(BenchError, match=r"(?s)jobs failed with exit code 1.*no such model"):
-        run_job("jobs:fails", 1, timeout=60, **options)
+        run_job("jobs:fails", 1, timeout=240, **options)
     started = time.monotonic()
     with pytest.raises(BenchError, match=r"(?s)jobs took longer than 1 s.*"):
         run_job("jobs:long", 1, timeout=1, **options)
@@ -159,7 +159,7 @@ def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_end
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         child.stdout.readline()
         cpu.take_reading()
-        child.communicate(b"\n", timeout=60)
+        child.communicate(b"\n", timeout=240)
     # Whatever tests before this one left running is below this process too.
     first, last = cpu.readings[0], cpu.readings[-1]
     spent = last.by_role["mine"] - first.by_role.get("mine", 0.0)

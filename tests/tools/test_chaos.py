@@ -116,7 +116,7 @@ def test_a_line_tries_again_and_then_gives_up_where_its_target_takes_no_connecti
         line.start()
         stack.callback(line.close)
         host, port = line.endpoint.removeprefix("tcp://").split(":")
-        near = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        near = stack.enter_context(socket.create_connection((host, int(port)), timeout=240))
         assert near.recv(1) == b""
 
 

@@ -90,7 +90,7 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
         ("my_losses:other", "cannot be loaded"),
     ]:
         words = (script, "train", "quickstart", "--dry-run", f"algorithm.policy_loss={loss}")
-        done = run_program(words, cwd=tmp_path, timeout=60)
+        done = run_program(words, cwd=tmp_path, timeout=240)
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
 

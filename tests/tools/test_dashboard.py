@@ -26,7 +26,7 @@ def test_every_query_is_for_something_that_a_process_serves(panels, tmp_path) ->
         endpoint.read_metrics = lambda: {
             f"engine/{name}": value for name, value in ScriptedEngine([]).collect_stats().items()
         }
-        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=240) as answer:
             served = {re.split(r"[{ ]", line)[0] for line in answer.read().decode().splitlines()}
     finally:
         endpoint.close()

@@ -38,7 +38,7 @@ def unused(sources: list[Path], texts: list[Path]) -> list[str]:
 
 
 def test_nothing_is_defined_that_nothing_names():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
     files = [ROOT / name for name in listed.stdout.splitlines()]
     texts = [p for p in files if p.suffix in (".py", ".md", ".toml", ".html", ".js") and p.is_file()]
     sources = [p for p in texts if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in ("r3async", "actors", "tools")]

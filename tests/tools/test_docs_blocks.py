@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- test: ([^>]+?) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = ("r3async", ".venv/bin/", "make", "ray", "python ", "pip", "ruff", "mypy")
-BLOCK_SECONDS = 60
+BLOCK_SECONDS = 240
 
 
 class Block(NamedTuple):

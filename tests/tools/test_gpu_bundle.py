@@ -227,5 +227,7 @@ def test_parts_run_from_a_bundle_without_a_network(index, tmp_path):
     again = run(moved, "--small", *parts, isolated=True)
     assert "unpacking" in done.stdout
     assert "unpacking" not in again.stdout
-    command = subprocess.run([moved / "site" / "bin" / "r3async", "--help"], capture_output=True, text=True, timeout=60)
+    command = subprocess.run(
+        [moved / "site" / "bin" / "r3async", "--help"], capture_output=True, text=True, timeout=240
+    )
     assert "doctor" in command.stdout

@@ -51,7 +51,7 @@ def test_a_run_that_a_part_started_ends_with_the_command_that_is_killed(tmp_path
             time.sleep(0.1)
             started = psutil.Process(owner.pid).children(recursive=True)
         owner.kill()
-    _, left = psutil.wait_procs(started, timeout=30)
+    _, left = psutil.wait_procs(started, timeout=240)
     assert not left
 
 

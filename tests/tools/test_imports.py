@@ -20,5 +20,5 @@ def test_who_does_not_compute_does_not_load_torch(module):
     script = (
         f"import sys, {module}; print([m for m in ('torch', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -22,7 +22,7 @@ from r3async.rollout.vllm.engine_packages import ENGINE_PACKAGES_FOLDER
 from r3async.tools.doctor import UNWANTED_PACKAGES, check_python
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 
 # `calls` has a line for each call; a file `fail-NAME` in the folder lets that one fail, and `hold` keeps pip from its end.
 PYTHON = """#!/bin/sh

@@ -41,7 +41,7 @@ def shell(line, cwd, ray="", **environment):
     """Run a job's line as Ray's supervisor does, below a process with the raylet's argument if `ray` names an interpreter."""
     code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1], shell=True).returncode)"
     options = [f"--python_worker_command={ray} {cwd}/setup_worker.py --node"] if ray else []
-    return run([sys.executable, "-c", code, line, *options], cwd, environment, timeout=60)
+    return run([sys.executable, "-c", code, line, *options], cwd, environment, timeout=240)
 
 
 def python(path, body):
@@ -197,7 +197,7 @@ def test_the_slurm_script_refuses_a_mistake_before_it_starts_a_cluster(tmp_path)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
     script = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
     words = ["bash", str(script), "quickstart", "learner.learning_rat=1"]
-    done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "8"}, timeout=60)
+    done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "8"}, timeout=240)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "learner.learning_rat" in done.stderr
     assert "ray" not in (done.stdout + done.stderr).lower()

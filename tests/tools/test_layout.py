@@ -9,7 +9,7 @@ FOLDERS = {"unit", "sim", "ranks", "engine", "gpu", "ray", "tools"}
 
 def tracked() -> list[Path]:
     command = ["git", "ls-files", "*.py"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
     return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
 
 

@@ -12,7 +12,7 @@ LEFT = "class Left:\n    def __del__(self, say=print): say('taken apart')\nleft 
 
 def said(before: str, *, after: str = "end_process(3)") -> tuple[int, str]:
     code = f"import atexit, sys, threading, time\n{before}\nfrom r3async.tools.program import end_process\n{after}\n"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert not ended.stderr, ended.stderr
     return ended.returncode, ended.stdout
 

@@ -258,7 +258,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert (process.returncode, out, err) == (0, "", "")

@@ -110,7 +110,7 @@ sys.stdin.read()
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert not asyncio.run(lock.acquire_exclusive(0.2))
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         assert asyncio.run(lock.acquire_exclusive(10))
     for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
         assert "self._lock = prepare_process(world, " in inspect.getsource(actor.__init__)

@@ -110,7 +110,7 @@ def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):
         "print(made.runtime_env['excludes'])"
     )
     with (tmp_path / "what.i.saw").open("w") as out:
-        subprocess.run([sys.executable, "-c", code], stdout=out, timeout=60, check=True)
+        subprocess.run([sys.executable, "-c", code], stdout=out, timeout=240, check=True)
     assert "'/what.i.saw'" in (tmp_path / "what.i.saw").read_text()
 
 

@@ -263,8 +263,10 @@ class ModelTraining:
             except ApiError:
                 raise
             except Exception as error:
+                # While the model is still lost, an earlier request failed: this one is not to blame.
+                own_failure = not (model.is_lost or isinstance(error, StateLostError))
                 model.is_lost = True
-                if not isinstance(error, StateLostError) or losses == MAX_LOSSES:
+                if own_failure or losses == MAX_LOSSES:
                     raise
             finally:
                 model.unsaved_seconds += self._parts.now - began

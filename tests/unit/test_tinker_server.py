@@ -264,6 +264,22 @@ async def test_an_error_of_the_backend_is_a_result_and_the_next_request_runs(cli
     assert (await client.finish("forward_backward", training(client, 2)))["metrics"]
 
 
+async def test_a_failure_while_a_model_is_restored_is_not_the_next_requests(client, monkeypatch):
+    assert (await client.finish("forward_backward", training(client, 1)))["metrics"]
+    train, failures = client.backend._train, ["out of memory"]
+
+    def fail_once(*args, **kwargs):
+        if failures:
+            raise RuntimeError(failures.pop())
+        return train(*args, **kwargs)
+
+    monkeypatch.setattr(client.backend, "_train", fail_once)
+    client.backend.lose()
+    step = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.05}}
+    assert (await client.finish("optim_step", step))["metrics"]["grad_norm"] > 0
+    assert not failures
+
+
 def malformed(client):
     """(path, body or raw bytes, status) of requests that no client may send."""
     model, big = client.model_id, 2**31

@@ -120,7 +120,7 @@ class TinkerRun:
     def __init__(self, seed: int):
         self.plan = draw_plan(seed)
         self.simulation = Simulation(
-            f"tinker/{seed}", max_callbacks=5_000_000, max_seconds=4 * IDLE_SECONDS
+            f"tinker/{seed}", max_callbacks=5_000_000, max_seconds=6 * IDLE_SECONDS
         )
         self._seed = seed
         self._loop = self.simulation.loop
@@ -284,12 +284,16 @@ class TinkerRun:
             for client in self._clients
             if client.session_id and not client.plan.closes
         ]
-        # Also those are idle whose id was lost on its way to the client.
-        await asyncio.sleep(IDLE_SECONDS + 2 * SWEEP_SECONDS + 60.0)
+        # Also those are idle whose id was lost on its way to the client. A server that was killed
+        # while it removed their files counts anew.
+        process = None
+        while process is not self._line.process:
+            process = self._line.process
+            await asyncio.sleep(IDLE_SECONDS + 2 * SWEEP_SECONDS + 60.0)
         for one in beating:
             one.cancel()
-        process = self.simulation.begin_process("reader", self._host)
-        files = process.world.files
+        reader = self.simulation.begin_process("reader", self._host)
+        files = reader.world.files
         left = [
             str(path)
             for path in (DIRECTORY / "sessions", DIRECTORY / "requests")
@@ -298,7 +302,7 @@ class TinkerRun:
         for model in files.list_names(DIRECTORY / "weights"):
             for kind in ("states", "snapshots"):
                 left += files.list_names(DIRECTORY / "weights" / model / kind)
-        self.simulation.end_process(process, "it has read")
+        self.simulation.end_process(reader, "it has read")
         if left:
             raise InvariantViolated("idle", f"sessions that are over left {left[:3]}")
 

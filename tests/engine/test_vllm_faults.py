@@ -114,7 +114,7 @@ async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_
         faulty.install_version(manifest, 5),
     ):
         with pytest.raises(EngineLostError, match="lost half-way"):
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, 120)
     await faulty.stop()
     assert faulty._processes
     assert not any(process.is_running() for process in faulty._processes)

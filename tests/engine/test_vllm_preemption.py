@@ -46,7 +46,7 @@ class Small:
     async def preempted(self, name: str) -> tuple[int, int]:
         """Wait until it has been; positions that were fed and tokens that were sampled by then."""
         found: list = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not found:
                 found = [counts for key, *counts in (await self.records())[1] if name in key]
         return tuple(found[-1])

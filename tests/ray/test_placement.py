@@ -112,7 +112,7 @@ def planned(config: Config):
 
 async def until(look, wanted):
     """What the cluster says of itself is as old as the last report of its hosts."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (seen := look()) != wanted:
         assert time.monotonic() < deadline, (seen, wanted)
         await asyncio.sleep(0.1)

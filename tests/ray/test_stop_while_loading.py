@@ -42,7 +42,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def wait_for_end(mark: str) -> None:
     """Wait until no process with this mark is left, but this one."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while left := [p for p in marked(mark) if p.pid != os.getpid()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

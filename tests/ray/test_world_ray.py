@@ -68,7 +68,7 @@ def spawn(name: str, **placement: int) -> ActorRef:
 
 async def next_process(actor: ActorRef, pid: int) -> int:
     """The id of the one that was started in its place."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         with contextlib.suppress(ActorLostError):
             if (now := await actor.call("pid", timeout=240)) != pid:
@@ -79,7 +79,7 @@ async def next_process(actor: ActorRef, pid: int) -> int:
 
 async def lost(actor: ActorRef) -> None:
     """Until its calls fail: one that was killed may still answer those that were on their way."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     with contextlib.suppress(ActorLostError):
         while True:
             await actor.call("pid", timeout=240)

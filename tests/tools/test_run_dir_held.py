@@ -105,7 +105,7 @@ sys.stdin.read()
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         lock = RunLock(tmp_path)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (tmp_path / "logs" / "learner-rank-0.log").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -90,7 +90,7 @@ def test_a_run_is_mirrored_as_it_grows_and_the_job_ends_with_it(cluster, tmp_pat
         file.write(b"1}\n")
     append(run_dir / "metrics.jsonl", row(4))
     append(run_dir / "events.jsonl", {"time": 1.0, "event": "run_finished"})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not (run.has_ended and run.step == 4) and time.monotonic() < deadline:
         time.sleep(0.1)
         run.read_new()

@@ -222,7 +222,7 @@ async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):
     await asyncio.sleep(0.3)
     pool_of(factory).close()
     with pytest.raises(EnvironmentFailed, match="pool of environments was closed"):
-        await asyncio.wait_for(hanging, 20)
+        await asyncio.wait_for(hanging, 120)
     assert not psutil.pid_exists(pid)
 
 

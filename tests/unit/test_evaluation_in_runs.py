@@ -349,4 +349,4 @@ async def test_a_generator_that_stops_gives_its_evaluations_up(made, tmp_path):
     await asyncio.sleep(0.05)
     await asyncio.wait_for(actor.stop(), 5)
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(evaluating, 5)
+        await asyncio.wait_for(evaluating, 120)

@@ -98,7 +98,7 @@ async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(insta
     assert generator.is_waiting_for_disk
     assert await deliver(installer, 1) is not None, "the other one does not wait for it"
     del handle.wrong["install_version"]
-    await asyncio.wait_for(reviving, 10)
+    await asyncio.wait_for(reviving, 120)
     assert (generator.state, generator.version, generator.restarts) == ("healthy", 1, 1)
     assert not generator.is_waiting_for_disk
     waited = [(event, facts["generator"]) for event, facts in fleet.events.seen if event.startswith("weights_")]
@@ -205,7 +205,7 @@ async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_tim
     await until(lambda: len(handle.asked("install_version")) >= 4)
     assert [g.state for g in fleet] == ["healthy", "healthy"]
     fleet["generator-0"].health._clock.now += 121
-    assert await asyncio.wait_for(delivering, 10) is not None
+    assert await asyncio.wait_for(delivering, 120) is not None
     assert [g.state for g in fleet] == ["lost", "healthy"]
     (failed,) = fleet.events.facts("install_failed")
     assert "Too many open files" in failed["error"]
@@ -556,7 +556,7 @@ async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_
     await asyncio.sleep(0.05)
     assert not delivering.done()
     await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(delivering, 10) is not None
+    assert await asyncio.wait_for(delivering, 120) is not None
     assert [g.version for g in fleet] == [0, 1]
     assert await asyncio.wait_for(deliver(installer, 2), 10) is not None
     assert [g.version for g in fleet] == [0, 2]
@@ -580,7 +580,7 @@ async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(ins
     await asyncio.sleep(0.02)
     fleet["generator-0"].health._clock.now += 11
     fleet.check_silence()
-    assert await asyncio.wait_for(delivering, 10) is None
+    assert await asyncio.wait_for(delivering, 120) is None
     handles["generator-1"].may_install.set()
     await until(lambda: installer.needs_delivery)
     assert await asyncio.wait_for(installer.deliver_newest(), 10) is not None

@@ -145,7 +145,7 @@ async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does
     assert events == []
     assert not saving.done()
     going.set()
-    await asyncio.wait_for(saving, 20)
+    await asyncio.wait_for(saving, 120)
     assert events[0] == "written"
     assert 1 in checkpoints.list_steps()
     for step in (3, 4):

@@ -247,7 +247,7 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
         session = server.open_session(TASK)
         async with client_of(server, session.key) as client:
             asking = asyncio.create_task(ask(client, [user("a")], stream=stream))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 await parsing.wait()
                 assert len(server.context.engine.requests) == 1
                 asking.cancel()
@@ -280,7 +280,7 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
         (connection,) = server._runner.server.connections
         connection.transport.get_extra_info("socket").setsockopt(*small)
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         assert connection.transport.get_write_buffer_size()
         writer.transport.abort()

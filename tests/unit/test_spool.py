@@ -207,7 +207,7 @@ async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkey
     assert "No space left on device" in spool.wait_state["why"]
     assert not spool.wait_state["full"]
     full.clear()
-    await asyncio.wait_for(putting, 30)
+    await asyncio.wait_for(putting, 120)
     assert spool.wait_state is None
     spool.set_waiting(True)
     assert spool.wait_state["full"]
@@ -475,7 +475,7 @@ async def test_a_learner_that_is_killed_loses_nothing_that_it_acknowledged(tmp_p
                 await until(lambda: written() >= goal, 30)  # noqa: B023
                 os.kill(child.pid, signal.SIGKILL)
         with process(LEARNER, spool_dir, port):
-            await asyncio.wait_for(feed, 30)
+            await asyncio.wait_for(feed, 120)
             assert await sender.flush(30) == 0
     spool, found = await recovered(spool_dir)
     assert sorted(t.trajectory_id for t in found) == sorted(f"t{i}" for i in range(count))

@@ -34,7 +34,7 @@ async def test_calls_of_the_first_episode_and_what_lies_between_them_are_on_the_
     beside = asyncio.gather(
         engine.generate(request("g00000003e0000t1", 17)), engine.generate(request("g00000003e0001t0", 10))
     )
-    await asyncio.wait_for(beside, 10)
+    await asyncio.wait_for(beside, 120)
     await engine.generate(request("score", 3))
     spans = read_timeline(tmp_path)
     assert [(s.start, s.end) for s in spans if s.what == "busy"] == [(100.0, 102.0), (107.0, 111.0), (111.0, 113.0)]

@@ -77,7 +77,7 @@ async def test_callers_of_requests_that_end_together_go_on_one_after_the_other()
         gone += 1
 
     requests.core.queue.put_nowait([output(r.request_id, [5], "stop") for r in running])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while gone < 50:
             before = gone
             await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_what_left_before_a_pause_is_counted_and_an_unbegun_request_starts
     requests, receiving, (first, second, third), calls = await started(3)
     requests.core.queue.put_nowait([output(first.request_id, [5, 6])])
     requests.core.queue.put_nowait([output(first.request_id, [7]), output(third.request_id, [8], "length")])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while first.tokens != [5, 6, 7] or third.tokens != [8]:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0)
     await requests.stamp_version(4)

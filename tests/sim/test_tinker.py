@@ -21,8 +21,6 @@ QUICK = {
 }
 """Mutants, and the first seed that is tried."""
 WITHIN = 30
-RARE = {"part_of_a_call_stays": 230}
-"""Mutants that few seeds find, and the first that is tried: a call has to fail in part, and to be followed by a step."""
 
 
 def test_the_first_seeds_keep_every_invariant():
@@ -39,25 +37,30 @@ def test_seeds_have_every_kind_of_fault():
     assert any(client.vanishes_in >= 0 for plan in plans for client in plan.clients)
 
 
+def assert_found(mutant, seeds):
+    """A seed finds the mutant, and nothing without it."""
+    found = next((result for result in search_seeds(seeds, jobs=1, mutant=mutant) if result.violated), None)
+    assert found is not None
+    assert not run_seed(found.seed).violated
+
+
 @pytest.mark.parametrize("mutant", QUICK)
 def test_a_defect_that_is_planted_is_found(mutant):
     first = QUICK[mutant]
-    results = search_seeds([*range(first, WITHIN), *range(first)], jobs=1, mutant=mutant)
-    assert any(result.violated for result in results)
+    assert_found(mutant, [*range(first, WITHIN), *range(first)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mutant", sorted(set(MUTANTS) - set(QUICK)))
 def test_every_defect_that_is_planted_is_found(mutant):
     assert MUTANTS[mutant].what
-    first = RARE.get(mutant, 0)
-    assert any(result.violated for result in search_seeds(range(first, first + 100), jobs=1, mutant=mutant))
+    assert_found(mutant, range(100))
 
 
 def test_a_mutant_is_taken_back():
-    before = run_seed(0)
-    assert run_seed(0, "snapshots_stay").violated == "snapshots"
-    assert run_seed(0).digest == before.digest
+    before = run_seed(5)
+    assert run_seed(5, "snapshots_stay").violated == "snapshots"
+    assert run_seed(5).digest == before.digest
 
 
 DIGESTS = """
@@ -95,7 +98,7 @@ def test_the_command_says_what_it_ran_and_what_failed():
     options = {"jobs": 1, "print_line": lines.append}
     assert simulate_tinker_command(seeds=1, first=3, mutant="", **options) == 0
     assert lines[0].startswith("1 runs, ")
-    assert simulate_tinker_command(seeds=1, first=0, mutant="snapshots_stay", **options) == 0
-    assert lines[-1].startswith("seed 0 violates snapshots: ")
+    assert simulate_tinker_command(seeds=1, first=5, mutant="snapshots_stay", **options) == 0
+    assert lines[-1].startswith("seed 5 violates snapshots: ")
     with pytest.raises(ConfigError, match="must be one of"):
         simulate_tinker_command(seeds=1, first=3, mutant="none", **options)

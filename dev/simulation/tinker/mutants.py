@@ -107,14 +107,18 @@ def state_with_a_gradient(save: Any) -> Any:
     return save_anyway
 
 
-@plant(ModelTraining, "_save_state_if_due")
-def part_of_a_call_stays(save: Any) -> Any:
+@plant(ModelTraining, "_make")
+def part_of_a_call_stays(make: Any) -> Any:
     """A call that failed leaves its part of the gradient."""
 
-    async def keep_model(self: ModelTraining, model: TrainedModel, *rest: Any) -> None:
+    async def keep_model(
+        self: ModelTraining, model: TrainedModel, number: int, taken: TakenRequest
+    ) -> Any:
         backend: Any = self._parts.backend
-        model.is_lost = model.model_id not in backend.models
-        await save(self, model, *rest)
+        try:
+            return await make(self, model, number, taken)
+        finally:
+            model.is_lost = model.model_id not in backend.models
 
     return keep_model
 

@@ -70,7 +70,7 @@ if __name__ == "__main__":
     unittest.main()
 """
 
-PROMPT = "`python test_shop.py` fails in this directory. Mend shop.py, then say that you are done."
+PROMPT = "`python3 test_shop.py` fails in this directory. Mend shop.py, then say that you are done."
 
 
 class MendRepository:
@@ -116,16 +116,16 @@ class MendRepository:
 
     async def _reward(self) -> float:
         await self.sandbox.write({"test_shop.py": TESTS})
-        return float((await self.sandbox.run("python test_shop.py")).exit_code == 0)
+        return float((await self.sandbox.run("python3 test_shop.py")).exit_code == 0)
 
     def oracle(self) -> str:
         """Looks at the tests, mends the line, and says so."""
         if self.used == 0:
-            return _call("python test_shop.py")
+            return _call("python3 test_shop.py")
         if self.used == 1:
             right, wrong = BUGS[self.bug]
             code = f"s = open('shop.py').read(); open('shop.py', 'w').write(s.replace({wrong!r}, {right!r}))"
-            return _call(f"python -c {shlex.quote(code)}")
+            return _call(f"python3 -c {shlex.quote(code)}")
         return "Done."
 
     async def close(self) -> None:

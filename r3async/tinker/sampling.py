@@ -22,7 +22,7 @@ from r3async.tinker.protocol import ApiError, SampledSequence, SampleResult, enc
 from r3async.tinker.sessions import BASE_SNAPSHOT, Sampler, Snapshot
 
 MAX_LOSSES = 3
-"""How often a sample is drawn again because its weights were lost meanwhile."""
+"""How often a request is made again because its model or weights were lost meanwhile."""
 MAX_RUNNING = 2048
 """Sequences that the backend has to sample at once."""
 MAX_WAITING = 8192

@@ -263,7 +263,7 @@ class ModelTraining:
             except ApiError:
                 raise
             except Exception as error:
-                # While the model is still lost, an earlier request failed: this one is not to blame.
+                # While the model is still lost, it was an earlier request that failed.
                 own_failure = not (model.is_lost or isinstance(error, StateLostError))
                 model.is_lost = True
                 if own_failure or losses == MAX_LOSSES:

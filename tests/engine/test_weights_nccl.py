@@ -332,7 +332,7 @@ def test_vllm_takes_what_it_is_given():
     assert not [name for name in ours if hasattr(GpuWorker, name)]  # vLLM refuses an extension that hides something
 
 
-TIMEOUT = 240.0
+TIMEOUT = 60.0
 
 
 class Machine:

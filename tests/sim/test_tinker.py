@@ -39,7 +39,8 @@ def test_seeds_have_every_kind_of_fault():
 
 def assert_found(mutant, seeds):
     """A seed finds the mutant, and nothing without it."""
-    found = next((result for result in search_seeds(seeds, jobs=1, mutant=mutant) if result.violated), None)
+    results = search_seeds(seeds, jobs=1, mutant=mutant)
+    found = next((one for one in results if one.violated), None)
     assert found is not None
     assert not run_seed(found.seed).violated
 

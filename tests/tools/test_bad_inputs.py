@@ -6,7 +6,7 @@ from tests.helpers.bad_inputs import judge
 from tests.helpers.cli import typed
 
 MCP = "env.name=mcp:reverse-text "
-PYTHON = 'env.args.servers.a.command=["python"]'
+PYTHON = 'env.args.servers.a.command=["python3"]'
 
 SETTINGS = [
     # words of other trainers in each form that the answer has; all of them: unit/test_other_words.py and test_docs.py

@@ -200,7 +200,7 @@ async def test_a_command_has_limits(sandbox, monkeypatch):
     assert "SECRET" not in (await sandbox.run("env | grep SECRET")).output
     assert (await sandbox.run("head -c 5000000 /dev/zero > big")).exit_code != 0
     assert (sandbox.directory / "big").stat().st_size == 2**20
-    eats = await sandbox.run('python -c "bytearray(2**30)"')
+    eats = await sandbox.run('python3 -c "bytearray(2**30)"')
     assert eats.exit_code == 1
     assert "MemoryError" in eats.output
     many = await sandbox.run("seq 100000")
@@ -289,7 +289,7 @@ async def test_a_lost_directory_is_told_and_nothing_is_written_elsewhere(sandbox
 
 async def test_no_depth_of_directories_stays_or_hides_what_is_in_it(sandbox):
     deep = "import os\nfor _ in range(3000): os.mkdir('deep'); os.chdir('deep')"
-    ran = await sandbox.run(f'python -c "{deep}"')
+    ran = await sandbox.run(f'python3 -c "{deep}"')
     assert "[directories in each other without end: an empty directory took its place]" in ran.format_for_policy()
     await _only_folders(sandbox)
 
@@ -322,7 +322,7 @@ time.sleep(60)
 async def test_files_without_a_name_count_as_long_as_they_are_open(sandbox):
     sandbox.limits = msgspec.structs.replace(sandbox.limits, disk_mib=2, seconds=60)
     await sandbox.write({"hides.py": HIDES_FILES})
-    assert (await sandbox.run("python hides.py")).ended_by == "ended: more than 2 MiB of files"
+    assert (await sandbox.run("python3 hides.py")).ended_by == "ended: more than 2 MiB of files"
     assert (await sandbox.run("echo goes on")).format_for_policy() == "goes on\n[exit code 0]"
 
 
@@ -397,7 +397,7 @@ async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_
     code = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1")
     port = server.sockets[0].getsockname()[1]
-    connect = f'python -c "{code.format(port=port)}"'
+    connect = f'python3 -c "{code.format(port=port)}"'
     assert (await isolated.run(connect)).exit_code == 1
     isolated.isolation_prefix = ()
     assert (await isolated.run(connect)).exit_code == 0
@@ -405,7 +405,7 @@ async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_
     isolated.isolation_prefix = await find_isolation()
     if "--pid" in isolated.isolation_prefix:
         mark = f"r3-escape-{os.getpid()}"
-        await isolated.run(f"setsid python -c 'import time; time.sleep(600) # {mark}' & sleep 1", seconds=0.5)
+        await isolated.run(f"setsid python3 -c 'import time; time.sleep(600) # {mark}' & sleep 1", seconds=0.5)
         await _none_of(mark)
 
 

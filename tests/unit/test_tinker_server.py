@@ -266,7 +266,8 @@ async def test_an_error_of_the_backend_is_a_result_and_the_next_request_runs(cli
 
 async def test_a_failure_while_a_model_is_restored_is_not_the_next_requests(client, monkeypatch):
     assert (await client.finish("forward_backward", training(client, 1)))["metrics"]
-    train, failures = client.backend._train, ["out of memory"]
+    train = client.backend._train
+    failures = ["out of memory"]
 
     def fail_once(*args, **kwargs):
         if failures:

@@ -47,11 +47,12 @@ def simulate_command(
         return _run_one_case(read_case(case), trace, json, print_line)
     began = time.perf_counter()
     results: list[SimulationResult] = []
-    for result in search_seeds(range(first, first + seeds), jobs=jobs, mutant=mutant):
-        results.append(result)
-        _show_progress(results, seeds, began)
-        if result.violated:
-            break
+    with search_seeds(range(first, first + seeds), jobs=jobs, mutant=mutant) as simulated:
+        for result in simulated:
+            results.append(result)
+            _show_progress(results, seeds, began)
+            if result.violated:
+                break
     failed = next((result for result in results if result.violated), None)
     print_line(summarize_results(results, time.perf_counter() - began))
     if failed is not None:

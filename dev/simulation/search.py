@@ -58,19 +58,20 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextlib.contextmanager
 def search_seeds(
     seeds: Sequence[int], *, jobs: int = 0, mutant: str = ""
-) -> Iterator[SimulationResult]:
-    """Simulate seeds in `jobs` processes (0 for one per core), and yield the results. The search
-    ends when its consumer stops iterating."""
+) -> Iterator[Iterator[SimulationResult]]:
+    """Yield an iterator that simulates seeds in `jobs` processes (0 for one per core). The search
+    ends with the context, however far the iterator came."""
     with quiet_logs(), tiny_model_directory(), rare_collections():
         jobs = min(jobs or os.cpu_count() or 1, len(seeds))
         if jobs == 1:
-            yield from (_run_seed(seed, mutant) for seed in seeds)
+            yield (_run_seed(seed, mutant) for seed in seeds)
             return
         # Forked processes need not import again what is imported here.
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            yield from pool.imap(partial(_run_seed, mutant=mutant), seeds)
+            yield pool.imap(partial(_run_seed, mutant=mutant), seeds)
 
 
 def shrink_violation(case: SimulationCase, violated: str, tries: int = 300) -> SimulationCase:

@@ -47,17 +47,18 @@ def test_a_run_that_failed_once_keeps_every_invariant(path: Path):
 
 @pytest.mark.long
 def test_the_first_seeds_keep_every_invariant():
-    for result in search_seeds(range(SEEDS), jobs=2):
-        assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
-        assert not result.unhandled, f"seed {result.seed}: {result.unhandled}"
+    with search_seeds(range(SEEDS), jobs=2) as results:
+        for result in results:
+            assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
+            assert not result.unhandled, f"seed {result.seed}: {result.unhandled}"
 
 
 @pytest.mark.parametrize("mutant", QUICK)
 def test_a_defect_that_is_planted_is_found(mutant: str):
     first = QUICK[mutant]
     seeds = [*range(first, WITHIN), *range(first)]
-    found = next((r for r in search_seeds(seeds, jobs=1, mutant=mutant) if r.violated), None)
-    assert found is not None
+    with search_seeds(seeds, jobs=1, mutant=mutant) as results:
+        assert any(result.violated for result in results)
 
 
 @pytest.mark.long

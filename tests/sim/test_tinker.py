@@ -24,9 +24,10 @@ WITHIN = 30
 
 
 def test_the_first_seeds_keep_every_invariant():
-    for result in search_seeds(range(SEEDS), jobs=1):
-        assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
-        assert result.steps > 0
+    with search_seeds(range(SEEDS), jobs=1) as results:
+        for result in results:
+            assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
+            assert result.steps > 0
 
 
 def test_seeds_have_every_kind_of_fault():
@@ -39,8 +40,8 @@ def test_seeds_have_every_kind_of_fault():
 
 def assert_found(mutant, seeds):
     """A seed finds the mutant, and nothing without it."""
-    results = search_seeds(seeds, jobs=1, mutant=mutant)
-    found = next((one for one in results if one.violated), None)
+    with search_seeds(seeds, jobs=1, mutant=mutant) as results:
+        found = next((one for one in results if one.violated), None)
     assert found is not None
     assert not run_seed(found.seed).violated
 

@@ -3,6 +3,7 @@ one fails."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -16,17 +17,19 @@ from dev.simulation.tinker.run import TinkerResult, run_seed
 from r3async.config import ConfigError
 
 
+@contextlib.contextmanager
 def search_seeds(
     seeds: Sequence[int], *, jobs: int = 0, mutant: str = ""
-) -> Iterator[TinkerResult]:
-    """Simulate seeds in `jobs` processes (0 for one per core), and yield the results in order."""
+) -> Iterator[Iterator[TinkerResult]]:
+    """Yield an iterator that simulates seeds in `jobs` processes (0 for one per core), in order.
+    The search ends with the context, however far the iterator came."""
     with quiet_logs():
         jobs = min(jobs or os.cpu_count() or 1, len(seeds))
         if jobs == 1:
-            yield from (run_seed(seed, mutant) for seed in seeds)
+            yield (run_seed(seed, mutant) for seed in seeds)
             return
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            yield from pool.imap(partial(run_seed, mutant=mutant), seeds)
+            yield pool.imap(partial(run_seed, mutant=mutant), seeds)
 
 
 def simulate_tinker_command(
@@ -44,11 +47,12 @@ def simulate_tinker_command(
     began = time.perf_counter()
     counts: Counter[str] = Counter()
     results = []
-    for result in search_seeds(range(first, first + seeds), jobs=jobs, mutant=mutant):
-        results.append(result)
-        counts.update(result.counts)
-        if result.violated:
-            break
+    with search_seeds(range(first, first + seeds), jobs=jobs, mutant=mutant) as simulated:
+        for result in simulated:
+            results.append(result)
+            counts.update(result.counts)
+            if result.violated:
+                break
     print_line(
         f"{len(results)} runs, {sum(result.steps for result in results)} steps, "
         f"{sum(result.virtual_seconds for result in results) / 3600:.0f} virtual hours, in "

@@ -137,7 +137,7 @@ async def test_an_engine_that_holds_what_was_published_continues_after_a_compari
     await sampled(vllm_engine, "compared", 20)
     assert await vllm_engine.find_weight_differences(manifest, 60) == []
     assert not running.done()
-    assert len((await asyncio.wait_for(running, 60)).token_ids) == ANSWER
+    assert len((await asyncio.wait_for(running, 120)).token_ids) == ANSWER
     assert np.array_equal(await vllm_engine.score_tokens(text), before)
     for _ in range(2):
         manifest = weights.publish()

@@ -129,7 +129,7 @@ def _end(head: subprocess.Popen[bytes]) -> None:
     # Asked to end, `ray start --block` takes more than five seconds. Killed, it takes its children along.
     with suppress(ProcessLookupError):
         os.killpg(head.pid, signal.SIGKILL)
-    head.wait(5)
+    head.wait(120)
 
 
 def _end_with_parent() -> None:

@@ -123,7 +123,7 @@ class Host:
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to the process that has this id on this host."""
-        subprocess.run([*self._enter, "kill", f"-{int(number)}", str(pid)], check=True, timeout=60)
+        subprocess.run([*self._enter, "kill", f"-{int(number)}", str(pid)], check=True, timeout=240)
 
     def path(self, path: str) -> Path:
         """Return a path of this host as this process sees it."""

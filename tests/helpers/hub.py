@@ -61,4 +61,4 @@ def serve_dataset(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(120)

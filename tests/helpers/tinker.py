@@ -310,7 +310,7 @@ def serve(backend, directory: Path, kind: type[TinkerServer] = TinkerServer, por
         if isinstance(backend, EngineBackend):
             run(backend.stop())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)
         loop.close()
 
 

@@ -131,7 +131,7 @@ def run_of_agents(local_ray, caller, tmp_path_factory):
         finally:
             print(screen.getvalue())  # shown with a failure
             looking.stop.set()
-            looking.join(10.0)
+            looking.join(120)
     return directory, path / "played", screen.getvalue(), looking
 
 

@@ -38,7 +38,7 @@ def test_a_head_ends_with_the_process_of_the_tests_also_when_that_is_killed():
         assert alive == []
     finally:
         tests.kill()
-        tests.wait(30)
+        tests.wait(120)
         for process in daemons:
             if process.is_running():
                 process.kill()

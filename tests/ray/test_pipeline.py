@@ -70,7 +70,7 @@ def test_a_run_goes_on_when_its_generator_or_engine_is_killed_and_records_what_i
     run_dir, screen = run(
         warm_model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all", "schedule.window=5"
     )
-    killer.join(timeout=10)
+    killer.join(timeout=120)
     assert killed, "its engine has a process of its own"
     assert psutil.wait_procs(killed, 10)[1] == [], "it outlived its owner"
 

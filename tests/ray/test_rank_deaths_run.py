@@ -50,7 +50,7 @@ def test_a_run_whose_ranks_are_killed_again_and_again_ends_with_the_same_weights
         assert driver.wait(200) == 0, (tmp_path / "screen").read_text()
     finally:
         driver.kill()
-        driver.wait(30)
+        driver.wait(120)
     check_books(killed, STEPS)
     assert len(events(killed, "conductor_started")) == len(events(killed, "learner_started")) == 1
     assert not events(killed, "generator_lost")

@@ -47,7 +47,7 @@ def serving_beside(recipe, folder):
         yield
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(120)
 
 
 NIGHTLY = {"agent", "code", "environments", "harbor", "math", "tools"}

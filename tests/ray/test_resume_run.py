@@ -96,7 +96,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
             os.kill(events(killed, f"{role}_started")[-1]["pid"], signal.SIGKILL)
     finally:
         driver.kill()
-        driver.wait(30)
+        driver.wait(120)
     *_, back, last = checkpoints.list_steps()
     newest = checkpoints.step_path(last)
     part = next(newest.glob("learner-*"))

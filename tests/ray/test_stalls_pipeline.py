@@ -67,7 +67,7 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
     beginning = threading.Thread(target=begin, daemon=True)
     beginning.start()
     assert train(config, "quickstart", Console(width=120), tmp_path) == run_dir
-    beginning.join(timeout=10)
+    beginning.join(timeout=120)
     assert not beginning.is_alive()
     assert [row["step"] for row in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert (run_dir / "model" / "model.safetensors").stat().st_size > 0

@@ -88,7 +88,7 @@ def test_a_stop_is_obeyed_while(phase, warm_model, tmp_path, monkeypatch):
     with under_timeout(command, screen) as driver:
         wait_for(lambda: PHASES[phase] in screen.read_text(), driver, screen)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(60) == INTERRUPTED_EXIT_CODE, screen.read_text()
+        assert driver.wait(120) == INTERRUPTED_EXIT_CODE, screen.read_text()
     said = screen.read_text()
     assert "stopped" in said
     assert "to resume: the same command with name=stopped" in said

@@ -82,6 +82,6 @@ def test_generators_join_leave_and_are_killed_on_other_hosts_than_the_learners(c
         driver.wait(200)
     finally:
         driver.kill()
-        driver.wait(30)
+        driver.wait(120)
     check_books(run_dir, len(trained(run_dir)))
     assert len(events(run_dir, "conductor_started")) == len(events(run_dir, "learner_started")) == 1

@@ -158,7 +158,7 @@ async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_b
         with pytest.raises(ActorLostError, match="mortal: "):
             await mortal.call("end", timeout=240)
         with pytest.raises(ActorLostError, match="mortal: "):
-            await asyncio.wait_for(waiting, 60)
+            await asyncio.wait_for(waiting, 120)
         second = await next_process(mortal, first)
         REAL_WORLD.actors.kill_actor(mortal, restart=True)
         assert await next_process(mortal, second) != first

@@ -277,7 +277,7 @@ def test_sets_of_tasks_iterate_alike_in_every_process():
     def run(seed: str) -> str:
         environment = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(
-            [sys.executable, "-c", ORDERS], env=environment, capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", ORDERS], env=environment, capture_output=True, text=True, timeout=240, check=True
         )
         return done.stdout
 

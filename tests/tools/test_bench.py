@@ -121,7 +121,7 @@ with end_on_sigterm(), start_process([sys.executable, "-c", "import time; time.s
     bench = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     pid = int(bench.stdout.readline())
     bench.terminate()
-    assert bench.wait(30) == 128 + signal.SIGTERM
+    assert bench.wait(120) == 128 + signal.SIGTERM
     bench.stdout.close()
     assert has_ended(pid)
 

@@ -54,7 +54,7 @@ def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_ends
         assert not asyncio.run(RunLock(tmp_path).acquire_exclusive(0.2))
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(120)
 
 
 def test_nobody_joins_a_directory_that_is_prepared_for_another_start(tmp_path):

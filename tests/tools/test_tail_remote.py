@@ -73,7 +73,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         if each.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait(10)
+            each.process.wait(120)
 
 
 def test_a_run_is_mirrored_as_it_grows_and_the_job_ends_with_it(cluster, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_run_is_mirrored_as_it_grows_and_the_job_ends_with_it(cluster, tmp_pat
         time.sleep(0.1)
         run.read_new()
     assert (run.status, run.step) == ("finished", 4)
-    assert cluster[0].process.wait(30) == 0
+    assert cluster[0].process.wait(120) == 0
 
 
 def test_closing_the_view_ends_the_job(cluster, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_closing_the_view_ends_the_job(cluster, tmp_path: Path) -> None:
     remote.wait_ready()
     assert cluster[0].environment == {"cwd": "elsewhere"}
     remote.close()
-    assert cluster[0].process.wait(30) != 0
+    assert cluster[0].process.wait(120) != 0
 
 
 def test_a_run_or_job_that_is_not_there_is_named_with_what_is(cluster, tmp_path: Path) -> None:

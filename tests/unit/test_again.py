@@ -128,7 +128,7 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
     with pytest.raises(ActorNotLoaded):
         await runs[0]
     before = asked["before"]
-    await asyncio.wait_for(runs[1], 60)
+    await asyncio.wait_for(runs[1], 120)
     assert (len(engines), len(senders)) == (1, 1)
     assert {t.group_index for t in senders[0].got.values()} == {0, 1}
     assert asked["before"] == before

@@ -256,7 +256,7 @@ def test_no_process_outlives_its_owner(doing):
             assert not has_ended(pid)
             time.sleep(0.5)
             owner.kill()
-        owner.wait(30)
+        owner.wait(120)
         asyncio.run(until(lambda: has_ended(pid)))
 
 

@@ -133,7 +133,7 @@ def running_server():
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 async def test_a_server_that_runs_is_asked_over_http_with_headers_that_name_secrets(env, running_server):

@@ -226,7 +226,7 @@ def image(tmp_path_factory):
         ["docker", "import", "-c", "ENV PATH=/bin", "-", name], input=packed, check=True, capture_output=True
     )
     yield name
-    subprocess.run(["docker", "rmi", "--force", name], capture_output=True, timeout=60, check=False)
+    subprocess.run(["docker", "rmi", "--force", name], capture_output=True, timeout=240, check=False)
 
 
 @pytest.mark.long

@@ -113,7 +113,7 @@ class SenderThread(threading.Thread):
         return None
 
     def kill(self) -> None:
-        self.join(10)
+        self.join(120)
 
 
 @needs_ipv6
@@ -132,7 +132,7 @@ def test_workers_and_senders_meet_over_ipv6(tmp_path, host):
         manifest = asyncio.run(NcclReceiver("g0").fetch_version(offer.manifest, offer.transport_data, 10.0))
         answer = request_receive_offer(manifest, 0, 1)
         assert answer.host == "::1", "what sockets take"
-        processes[0].join(10)
+        processes[0].join(120)
     assert (processes[0].jobs[0].host, processes[0].jobs[0].port) == ("::1", answer.port)
 
 

@@ -31,7 +31,7 @@ def wait_until(condition, seconds=20.0):
 def test_what_a_program_left_runs_on_until_the_program_is_ended(tmp_path, grace):
     mark = tmp_path / "pid"
     program = KeptProgram(["/bin/sh", "-c", HIDES.format(mark=mark, trap=":", then="exit 3")], grace=grace)
-    assert program.wait(20) == 3
+    assert program.wait(120) == 3
     left = int(mark.read_text())
     assert not has_ended(left)
     program.end()
@@ -91,7 +91,7 @@ def test_signals_that_are_blocked_here_reach_the_program():
         program = KeptProgram(["/bin/sh", "-c", "kill -TERM $$; sleep 20"])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert program.wait(15) == -signal.SIGTERM
+    assert program.wait(120) == -signal.SIGTERM
     program.end()
 
 
@@ -99,13 +99,13 @@ def test_a_signal_to_every_process_of_the_command_ends_no_keeper(tmp_path):
     program = KeptProgram(["/bin/sh", "-c", "trap : TERM; echo $$ > pid; sleep 0.3; exit 4"], cwd=tmp_path)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
     os.kill(program.keeper_pid, signal.SIGTERM)
-    assert program.wait(15) == 4
+    assert program.wait(120) == 4
     program.end()
 
 
 def test_a_program_that_is_not_there_has_an_exit_code(tmp_path):
     with (tmp_path / "said").open("wb") as said:
         program = KeptProgram([str(tmp_path / "nothing")], stderr=said)
-    assert program.wait(15) == 127
+    assert program.wait(120) == 127
     program.end()
     assert "nothing: No such file or directory" in (tmp_path / "said").read_text()

@@ -59,7 +59,7 @@ def serving(script, folder):
         yield url, process, log
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(120)
 
 
 def _listens(port):
@@ -92,7 +92,7 @@ async def test_the_recipes_game_is_played_until_its_server_is_gone(tmp_path):
         (asked,) = await env.reset(4)
         assert asked.content.startswith("Hangman.\nA word of ")
         process.kill()
-        process.wait(10)
+        process.wait(120)
         with pytest.raises(EnvironmentFailed, match=f"{url}: `step` got no answer: "):
             await env.step(Action("a"))
         with pytest.raises(EnvironmentFailed, match="`step` without a session"):

@@ -294,7 +294,7 @@ def test_threads_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     entries, problem = scan_route_file(tmp_path / "learner.0.routes")
     assert (len(entries), problem) == (200, "")
     assert len(list(tmp_path.iterdir())) == 1

@@ -135,7 +135,7 @@ async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does
     going, events = threading.Event(), []
 
     def slow(directory):
-        assert going.wait(20)
+        assert going.wait(120)
         return [write_rank_file(directory, tiny_state(1))]
 
     await writer.save_checkpoint(training_state(1), hold_nothing, slow, lambda: events.append("written"))

@@ -116,7 +116,7 @@ def test_work_that_a_thread_has_not_ended_is_booked_already(runner):
         with stage("forward"):
             burn()
             begun.set()
-            ending.wait(10)
+            ending.wait(120)
         burn()
 
     async def run() -> None:

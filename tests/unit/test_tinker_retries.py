@@ -93,7 +93,7 @@ def test_a_refusal_is_raised_at_once_and_later_requests_do_not_wait(client, serv
     begun = time.monotonic()
     with pytest.raises(getattr(tinker, error)):
         client.forward_backward([datum()], "cross_entropy").result()
-    assert client.optim_step(types.AdamParams()).result(timeout=20)
+    assert client.optim_step(types.AdamParams()).result(timeout=120)
     assert len(served.seen_at("forward_backward")) == 1
     assert time.monotonic() - begun < 20
 
@@ -155,7 +155,7 @@ def test_a_sample_that_is_refused_is_raised(client, served, status):
 def test_a_result_whose_answer_was_lost_is_read_again(client, served):
     for status in (408, 429, 500, 503):
         served.lose("retrieve_future", status)
-        assert client.forward_backward([datum()], "cross_entropy").result(timeout=20)
+        assert client.forward_backward([datum()], "cross_entropy").result(timeout=120)
     sampler = client.save_weights_and_get_sampling_client().result()
     served.lose("retrieve_future", 410)
     assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=3)).result()

@@ -267,7 +267,7 @@ def test_temporary_files_of_an_engines_processes_are_in_its_own_directory(capfd,
     async def start():
         core = EngineCoreClient({"do": "say where"}, 1, 0, run_process=play)
         directory = core._scratch.directory
-        core._process.join(30)
+        core._process.join(120)
         core.close()
         return directory
 
@@ -284,4 +284,4 @@ def test_the_owner_of_an_engine_imports_neither_vllm_nor_torch():
     program = (
         "import sys, r3async.rollout.vllm.engine; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240).stdout == "[]\n"

@@ -365,7 +365,7 @@ def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
             assert processes.is_alive(process.pid, processes.host)
             assert not processes.is_alive(process.pid, "far")
             assert processes.kill_process(process.pid, processes.host)
-            assert process.wait(timeout=30) == -signal.SIGKILL
+            assert process.wait(timeout=120) == -signal.SIGKILL
             assert not processes.is_alive(process.pid, processes.host)
         finally:
             process.kill()

@@ -190,7 +190,7 @@ def test_publishers_share_a_directory_and_lost_ones_are_cleared_away(tmp_path):
     )
     with VersionStore(tmp_path) as living:
         manifest = living.write_tensors(0, tensors(), torch.float32)
-        result = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=60, check=False)
+        result = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=240, check=False)
         assert result.returncode == -9
         assert len(list(tmp_path.iterdir())) == 2
         with VersionStore(tmp_path) as second:

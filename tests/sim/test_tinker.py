@@ -1,5 +1,6 @@
 """The Tinker server in simulation: seeds from the first on, planted defects, and the same events in every process."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -28,6 +29,13 @@ def test_the_first_seeds_keep_every_invariant():
         for result in results:
             assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
             assert result.steps > 0
+
+
+def test_a_search_that_ends_early_turns_logs_on_again():
+    with search_seeds(range(9), jobs=1) as results:
+        assert not next(results).violated
+        assert not logging.getLogger("r3async").isEnabledFor(logging.ERROR)
+    assert logging.getLogger("r3async").isEnabledFor(logging.ERROR)
 
 
 def test_seeds_have_every_kind_of_fault():

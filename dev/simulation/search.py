@@ -9,12 +9,15 @@ import logging
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from dev.simulation.mutants import MUTANTS
 from dev.simulation.run import SimulatedRun, SimulationResult, draw_case, tiny_model_directory
 from dev.simulation.shrink import SimulationCase, shrink_case
+
+R = TypeVar("R")
 
 
 def run_case(
@@ -59,19 +62,27 @@ def rare_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def search_seeds(
-    seeds: Sequence[int], *, jobs: int = 0, mutant: str = ""
-) -> Iterator[Iterator[SimulationResult]]:
-    """Yield an iterator that simulates seeds in `jobs` processes (0 for one per core). The search
-    ends with the context, however far the iterator came."""
-    with quiet_logs(), tiny_model_directory(), rare_collections():
-        jobs = min(jobs or os.cpu_count() or 1, len(seeds))
+def run_seeds(run: Callable[[int], R], seeds: Sequence[int], jobs: int) -> Iterator[Iterator[R]]:
+    """Yield an iterator over what `run` returns for each seed, in order, run without logs in `jobs`
+    processes (0 for one per core). They end with the context, however far the iterator came."""
+    jobs = min(jobs or os.cpu_count() or 1, len(seeds))
+    with quiet_logs():
         if jobs == 1:
-            yield (_run_seed(seed, mutant) for seed in seeds)
+            yield map(run, seeds)
             return
         # Forked processes need not import again what is imported here.
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            yield pool.imap(partial(_run_seed, mutant=mutant), seeds)
+            yield pool.imap(run, seeds)
+
+
+@contextlib.contextmanager
+def search_seeds(
+    seeds: Sequence[int], *, jobs: int = 0, mutant: str = ""
+) -> Iterator[Iterator[SimulationResult]]:
+    """Yield an iterator that simulates seeds; see `run_seeds`."""
+    run = partial(_run_seed, mutant=mutant)
+    with tiny_model_directory(), rare_collections(), run_seeds(run, seeds, jobs) as results:
+        yield results
 
 
 def shrink_violation(case: SimulationCase, violated: str, tries: int = 300) -> SimulationCase:

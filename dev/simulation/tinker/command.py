@@ -3,33 +3,23 @@ one fails."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
-from dev.simulation.search import quiet_logs
+from dev.simulation.search import run_seeds
 from dev.simulation.tinker.mutants import MUTANTS
 from dev.simulation.tinker.run import TinkerResult, run_seed
 from r3async.config import ConfigError
 
 
-@contextlib.contextmanager
 def search_seeds(
     seeds: Sequence[int], *, jobs: int = 0, mutant: str = ""
-) -> Iterator[Iterator[TinkerResult]]:
-    """Yield an iterator that simulates seeds in `jobs` processes (0 for one per core), in order.
-    The search ends with the context, however far the iterator came."""
-    with quiet_logs():
-        jobs = min(jobs or os.cpu_count() or 1, len(seeds))
-        if jobs == 1:
-            yield (run_seed(seed, mutant) for seed in seeds)
-            return
-        with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            yield pool.imap(partial(run_seed, mutant=mutant), seeds)
+) -> AbstractContextManager[Iterator[TinkerResult]]:
+    """Simulate seeds; see `run_seeds`."""
+    return run_seeds(partial(run_seed, mutant=mutant), seeds, jobs)
 
 
 def simulate_tinker_command(

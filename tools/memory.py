@@ -37,9 +37,10 @@ kept for the backward pass, by token and layer, in the compute dtype:
 
 Tensor parallelism includes sequence parallelism, and divides all of it. 1F1B keeps `pp - stage`
 micro-batches of `layers / pp` layers at stage `stage`. A micro-batch has at most
-`learner.max_tokens_per_micro_batch` tokens. Logits: two fp32 tensors and a mask of at most
-`learner.token_logprobs.LOGIT_CHUNK_ELEMENTS`; in the backward pass, one of them in fp32 and in the
-compute dtype, and the gradient of the output matrix, summed in fp32.
+`learner.max_tokens_per_micro_batch` tokens. Logits, of which `learner.token_logprobs` says how many
+exist at once: on a CPU two fp32 tensors and a mask; in the backward pass, one of them in fp32 and
+in the compute dtype. On a GPU one in fp32, its gradient in the compute dtype, and a mask. Besides,
+in the backward pass, the gradient of the output matrix, summed in fp32.
 
 **Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with
 `offload_moments`; with adapters, a parameter of the start model and its merged values, one matrix
@@ -90,7 +91,10 @@ GIB = 2**30
 GPU_PARAMETERS = 10**9
 """Number of parameters above which a model is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
-"""Copy of `learner.token_logprobs.LOGIT_CHUNK_ELEMENTS`, whose import would import torch."""
+MAX_CHUNK_ELEMENTS = 2**30
+GPU_BYTES_PER_LOGIT = 576
+"""Copies of `LOGIT_CHUNK_ELEMENTS`, `MAX_LOGIT_CHUNK_ELEMENTS` and `GPU_BYTES_PER_LOGIT` of
+`learner.token_logprobs`, whose import would import torch."""
 BUCKET_ELEMENTS = 2**26
 """Copy of `COLLECTIVE_BUCKET_ELEMENTS` and the equal `OFFLOAD_BUCKET_ELEMENTS` of
 `learner.optimizer`."""
@@ -458,10 +462,16 @@ def _estimate_logits(shape: ModelShape, config: Config) -> int:
     width = DTYPE_BYTES[learner.dtype]
     columns = -(-shape.vocab_size // learner.parallel.tp)
     wanted = learner.max_tokens_per_micro_batch // learner.parallel.cp * columns
-    chunk = min(CHUNK_ELEMENTS, wanted)
+    on_gpus = shape.num_parameters > GPU_PARAMETERS
+    most = CHUNK_ELEMENTS
+    if on_gpus:
+        most = min(MAX_CHUNK_ELEMENTS, int(config.cluster.gpu_gib * GIB) // GPU_BYTES_PER_LOGIT)
+    chunk = min(most, wanted)
     matrix = columns * shape.hidden_size
+    of_matrix = (width if wanted <= most else 4 + width) * matrix
+    if on_gpus:
+        return (4 + width + 1) * chunk + of_matrix
     # float32 needs no rounded copy.
-    of_matrix = (width if wanted <= CHUNK_ELEMENTS else 4 + width) * matrix
     return max(9 * chunk, (4 if width == 4 else 6) * chunk + of_matrix)
 
 

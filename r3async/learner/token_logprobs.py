@@ -2,8 +2,9 @@
 
 Where sampling excluded tokens, the distribution is over the others.
 
-Logits exist in chunks of tokens, in float32, and are recomputed in the backward pass: only one
-number per token is kept in between. With `z` the logits of a token over its temperature and `p =
+Logits exist in chunks of tokens, and are recomputed in the backward pass: only one number per
+token is kept in between. On a GPU kernels read each chunk once (`logit_kernels`); elsewhere torch's
+operations do, in float32. With `z` the logits of a token over its temperature and `p =
 softmax(z)`,
 
 log p(t) = z_t - max - log sum exp(z - max)        by z:  onehot(t) - p
@@ -12,6 +13,8 @@ H = -sum p log p                                   by z:  -p (log p + H)
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +28,23 @@ from r3async.data.supports import SupportSets
 from r3async.learner.device_upload import upload_array
 
 LOGIT_CHUNK_ELEMENTS = 2**25
-"""Logits (tokens x vocabulary of this rank) that exist at once in float32: 128 MiB."""
+"""Logits (tokens x vocabulary of this rank) that exist at once on a CPU: 128 MiB in float32."""
+MAX_LOGIT_CHUNK_ELEMENTS = 2**30
+GPU_BYTES_PER_LOGIT = 576
+"""Of a GPU's memory, for each logit that exists at once: a hundredth of the memory for them and
+their gradient. A chunk of the output matrix's gradient is as large whatever the rows: with few rows
+it takes most of the time."""
+
+
+def choose_chunk_elements(device: torch.device) -> int:
+    """Return how many logits exist at once on `device`.
+
+    That follows the GPU's total memory, not what is free: two runs would sum in another order.
+    """
+    if device.type != "cuda":
+        return LOGIT_CHUNK_ELEMENTS
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(MAX_LOGIT_CHUNK_ELEMENTS, total // GPU_BYTES_PER_LOGIT)
 
 
 class SupportMask:
@@ -71,7 +90,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
-    chunk_elements: int = LOGIT_CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     entropy_gradient: bool = False,
     supports: SupportSets | None = None,
     float32_head: bool = False,
@@ -79,9 +98,9 @@ def token_logprobs(
     """Return each target's log-prob under `softmax(logits / temperature)`, and its entropy:
     float32 `[M]`, in nats.
 
-    The logits are `hidden @ output_weight.T + bias`. At most `chunk_elements` logits exist at
-    once, but at least those of one token. The gradient of `output_weight` is summed over
-    chunks in float32.
+    The logits are `hidden @ output_weight.T + bias`. At most `chunk_elements` of them exist at
+    once (default: `choose_chunk_elements`), but at least those of one token. The gradient of
+    `output_weight` is summed over chunks in float32.
 
     Args:
         output_weight: `[V, H]`.
@@ -100,6 +119,8 @@ def token_logprobs(
             `hidden`. Without CUDA, a pass needs a float32 copy of `output_weight`.
     """
     columns = len(output_weight)
+    if chunk_elements is None:
+        chunk_elements = choose_chunk_elements(hidden.device)
     rows = max(1, chunk_elements // max(1, columns))
     masks = _build_masks(supports, rows, len(hidden), hidden.device, first_token_id, columns)
     widen = float32_head and hidden.dtype.itemsize < 4
@@ -135,7 +156,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         factor = _prepare_matrix(matrix, head)
         found = [
-            _forward_chunk(_compute_logits(h, factor, bias, t, mask, head), targets_of, head)
+            _forward_chunk(_project_logits(h, factor, bias, head), t, targets_of, mask, head)
             for h, targets_of, t, mask in _iter_chunks(head, hidden, targets, temperatures)
         ]
         logprobs, entropies, norms = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -158,15 +179,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
             head, hidden, targets, temperatures, norms, entropies, by_logprob, by_entropy
         ):
             by_logit = _backward_chunk(
-                _compute_logits(h, factor, bias, t, mask, head),
-                norm,
+                _project_logits(h, factor, bias, head),
+                t,
                 targets_of,
-                entropy,
-                grad,
-                spread,
+                mask,
+                _ChunkGradients(norm, entropy, grad, spread),
                 head,
+                h.dtype if bias is None else torch.float32,
             )
-            by_logit.div_(t[:, None])
             rounded = by_logit.to(h.dtype)
             of_hidden.append(rounded @ matrix)
             if ctx.needs_input_grad[1]:
@@ -206,19 +226,6 @@ def _project_logits(
     return logits if bias is None else logits.add_(bias)
 
 
-def _compute_logits(
-    hidden: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None,
-    temperatures: Tensor,
-    mask: SupportMask | None,
-    head: _ChunkSettings,
-) -> Tensor:
-    """Return the logits, float32 `[m, V]`, minus infinity where `mask` excludes tokens."""
-    z = _project_logits(hidden, matrix, bias, head).float().div_(temperatures[:, None])
-    return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
-
-
 def _find_local_targets(
     targets: Tensor, head: _ChunkSettings, columns: int
 ) -> tuple[Tensor, Tensor]:
@@ -229,49 +236,141 @@ def _find_local_targets(
 
 
 def _forward_chunk(
-    z: Tensor, targets: Tensor, head: _ChunkSettings
+    logits: Tensor,
+    temperatures: Tensor,
+    targets: Tensor,
+    mask: SupportMask | None,
+    head: _ChunkSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs, entropies, and the logarithm of the sum of `exp(z)`. Overwrites `z`."""
-    top = z.max(dim=-1).values
-    if head.group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
-    z.sub_(top[:, None])
-    column, mine = _find_local_targets(targets, head, z.shape[1])
-    picked = torch.where(mine, z.gather(1, column)[:, 0], 0.0)
-    weights = z.exp()
-    # Where a weight is 0 the logit may be minus infinity, and their product NaN.
-    spread = z.mul_(weights).masked_fill_(weights == 0, 0.0).sum(dim=-1)
-    total = torch.stack([weights.sum(dim=-1), picked, spread])
+    """Return log-probs, entropies, and the logarithm of the sum of `exp(z)`. Overwrites `logits`
+    if they are float32."""
+    column, mine = _find_local_targets(targets, head, logits.shape[1])
+    excluded = None if mask is None else mask.build_excluded()
+    if _can_run_kernels(logits):
+        figures = _summarize_by_kernel(logits, temperatures, column, mine, excluded, head.group)
+    else:
+        figures = _summarize_rows(logits, temperatures, column, mine, excluded, head.group)
+    top, total = figures
     if head.group is not None:
         dist.all_reduce(total, group=head.group)
     norm, picked, spread = total
     return picked - norm.log(), norm.log() - spread / norm, top + norm.log()
 
 
-def _backward_chunk(
-    z: Tensor,
-    norm: Tensor,
-    targets: Tensor,
-    entropies: Tensor,
-    grad: Tensor,
-    spread: Tensor,
-    head: _ChunkSettings,
-) -> Tensor:
-    """Return the gradient by `z`, `[m, V]`. Overwrites `z`.
+def _summarize_rows(
+    logits: Tensor,
+    temperatures: Tensor,
+    column: Tensor,
+    mine: Tensor,
+    excluded: Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the maxima of all ranks' `z`, `[m]`, and of this rank's `[3, m]`: the sum of `e = exp(z
+    - maximum)`, `z - maximum` in the target's column, and the sum of `e (z - maximum)`."""
+    z = _scale_logits(logits, temperatures, excluded)
+    top = z.max(dim=-1).values
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    z.sub_(top[:, None])
+    picked = torch.where(mine, z.gather(1, column)[:, 0], 0.0)
+    weights = z.exp()
+    # Where a weight is 0 the logit may be minus infinity, and their product NaN.
+    spread = z.mul_(weights).masked_fill_(weights == 0, 0.0).sum(dim=-1)
+    return top, torch.stack([weights.sum(dim=-1), picked, spread])
 
-    `norm` `[m]` is the logarithm of the sum of `exp(z)`; `grad` and `spread` `[m]` are the
-    gradients by log-prob and entropy.
-    """
-    column, mine = _find_local_targets(targets, head, z.shape[1])
-    logs = z.sub_(norm[:, None])
+
+def _summarize_by_kernel(
+    logits: Tensor,
+    temperatures: Tensor,
+    column: Tensor,
+    mine: Tensor,
+    excluded: Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `_summarize_rows` does."""
+    from . import logit_kernels
+
+    targets = torch.where(mine, column[:, 0], -1)
+    local, total, spread, picked = logit_kernels.summarize_rows(
+        logits, temperatures, targets, excluded
+    )
+    top = local
+    if group is not None:
+        top = local.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    # A rank may have no token that could be sampled.
+    fall = (local - top).masked_fill_(local == -torch.inf, 0.0)
+    scale = fall.exp()
+    picked = torch.where(mine, picked - top, 0.0)
+    return top, torch.stack([scale * total, picked, scale * (spread + fall * total)])
+
+
+def _scale_logits(logits: Tensor, temperatures: Tensor, excluded: Tensor | None) -> Tensor:
+    """Return `z = logits / temperature`, float32, minus infinity where a token is excluded."""
+    z = logits.float().div_(temperatures[:, None])
+    return z if excluded is None else z.masked_fill_(excluded, -torch.inf)
+
+
+class _ChunkGradients(NamedTuple):
+    """Of a chunk's tokens, `[m]`: logarithms of the sum of `exp(z)`, entropies, and the gradients
+    by log-prob and by entropy."""
+
+    norms: Tensor
+    entropies: Tensor
+    by_logprob: Tensor
+    by_entropy: Tensor
+
+
+def _backward_chunk(
+    logits: Tensor,
+    temperatures: Tensor,
+    targets: Tensor,
+    mask: SupportMask | None,
+    of: _ChunkGradients,
+    head: _ChunkSettings,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient by `logits`, `[m, V]`, of `dtype` or float32. Overwrites `logits` if they
+    are float32."""
+    column, mine = _find_local_targets(targets, head, logits.shape[1])
+    excluded = None if mask is None else mask.build_excluded()
+    if _can_run_kernels(logits):
+        from . import logit_kernels
+
+        own = torch.where(mine, column[:, 0], -1)
+        if not head.entropy_gradient:
+            of = of._replace(by_entropy=torch.zeros_like(of.by_logprob))
+        return logit_kernels.write_gradients(logits, temperatures, own, excluded, *of, dtype)
+    logs = _scale_logits(logits, temperatures, excluded).sub_(of.norms[:, None])
     if head.entropy_gradient:
         out = logs.exp()
         # A token without probability has no gradient, but an infinite logarithm.
-        information = logs.masked_fill_(out == 0, 0.0).add_(entropies[:, None])
-        out.mul_(information.mul_(-spread[:, None]).sub_(grad[:, None]))
+        information = logs.masked_fill_(out == 0, 0.0).add_(of.entropies[:, None])
+        out.mul_(information.mul_(-of.by_entropy[:, None]).sub_(of.by_logprob[:, None]))
     else:
-        out = logs.exp_().mul_(-grad[:, None])
-    return out.scatter_add_(1, column, torch.where(mine, grad, 0.0)[:, None])
+        out = logs.exp_().mul_(-of.by_logprob[:, None])
+    out.scatter_add_(1, column, torch.where(mine, of.by_logprob, 0.0)[:, None])
+    return out.div_(temperatures[:, None])
+
+
+def _can_run_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and _has_triton_driver()
+
+
+@functools.cache
+def _has_triton_driver() -> bool:
+    """Return whether Triton can run kernels here: on a GPU, or by its interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return True
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except RuntimeError:  # no driver: a device that is emulated
+        return False
+    return True
 
 
 def _build_masks(

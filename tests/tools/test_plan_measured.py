@@ -12,7 +12,8 @@ from r3async.data.model_shape import parse_model_shape
 from r3async.learner import build_learner
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.row_shares import COLLECTIVE_BUCKET_ELEMENTS
-from r3async.learner.token_logprobs import LOGIT_CHUNK_ELEMENTS, token_logprobs
+from r3async.learner import token_logprobs as head
+from r3async.learner.token_logprobs import token_logprobs
 from r3async.tools import memory
 from r3async.tools.adapted import count_adapters, list_adaptable_matrices
 from r3async.tools.layouts import find_fitting_layouts
@@ -109,7 +110,9 @@ def test_the_plan_knows_the_buckets_and_chunks_of_the_learner():
     from r3async.learner import host_moments
 
     assert memory.BUCKET_ELEMENTS == COLLECTIVE_BUCKET_ELEMENTS == host_moments.OFFLOAD_BUCKET_ELEMENTS
-    assert memory.CHUNK_ELEMENTS == LOGIT_CHUNK_ELEMENTS
+    assert memory.CHUNK_ELEMENTS == head.LOGIT_CHUNK_ELEMENTS
+    assert memory.MAX_CHUNK_ELEMENTS == head.MAX_LOGIT_CHUNK_ELEMENTS
+    assert memory.GPU_BYTES_PER_LOGIT == head.GPU_BYTES_PER_LOGIT
 
 
 def test_what_is_recommended_fits_and_uses_all_gpus():

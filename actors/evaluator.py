@@ -52,9 +52,10 @@ class Evaluator:
     failure is only an event.
 
     One generator plays an evaluation, with the weights of the step, and with newer ones as they are
-    installed. If it is lost, or does not answer for `supervise.silence_seconds`, another one plays
-    the evaluation from the beginning, or the same one when it is back: a generator that had nothing
-    more to play is restarted (`Fleet.request_restart`).
+    installed; with `evaluation.one_version` it keeps those with which it began. If it is lost, or
+    does not answer for `supervise.silence_seconds`, another one plays the evaluation from the
+    beginning, or the same one when it is back: a generator that had nothing more to play is
+    restarted (`Fleet.request_restart`).
 
     `run_dir/evaluation.jsonl` gets an object for each evaluation,
     `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it began, and the versions
@@ -198,6 +199,8 @@ class Evaluator:
                 g
                 for g in self._fleet
                 if g.state == "healthy" and not g.is_leaving and g.version >= version
+                # One that is being given another version would change in the evaluation.
+                and not (self.settings.one_version and g.install_task is not None)
             ]
             able = [
                 g
@@ -272,6 +275,8 @@ class Evaluator:
         generator stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
         # The generator's own limit comes first, so that it is free again.
         limit = self._limits.evaluation + RPC_SECONDS
+        if self.settings.one_version:
+            self._fleet.set_keeps_version(generator, True)
         playing = asyncio.ensure_future(generator.handle.call("evaluate"))
         listening = asyncio.create_task(self._wait_until_silent(generator))
         try:
@@ -286,6 +291,8 @@ class Evaluator:
         finally:
             playing.cancel()
             listening.cancel()
+            if self.settings.one_version:
+                self._fleet.set_keeps_version(generator, False)
 
     async def _wait_until_silent(self, generator: FleetGenerator) -> None:
         """Wait until a generator has not answered for `supervise.silence_seconds`. Its loss is

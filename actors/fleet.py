@@ -66,6 +66,8 @@ class FleetGenerator(msgspec.Struct):
     else restarts it."""
     is_leaving: bool = False
     """True if it finishes what it plays, and is leased nothing more."""
+    keeps_version: bool = False
+    """True while an evaluation must see no other weights: it gets none, and is leased nothing."""
     first_weights_at: float | None = None
     """Time at which it had its first weights, in seconds of the fleet's clock; None before."""
     open_calls: int = 0
@@ -130,7 +132,7 @@ class FleetGenerator(msgspec.Struct):
 
     @property
     def can_lease(self) -> bool:
-        return self.health.can_lease and not self.is_leaving
+        return self.health.can_lease and not self.is_leaving and not self.keeps_version
 
     @property
     def is_live(self) -> bool:
@@ -247,6 +249,12 @@ class Fleet:
         there may be work for it."""
         self.weights_due.set()
         self.leases_due.set()
+
+    def set_keeps_version(self, generator: FleetGenerator, keeps_version: bool) -> None:
+        """Set whether a generator keeps its version; if not, it gets the newest, and leases."""
+        generator.keeps_version = keeps_version
+        self._update_ready(generator.generator_id)
+        self.announce_change()
 
     def request_restart(self, generator: FleetGenerator) -> None:
         """Request that a lost generator be restarted although it has nothing more to play."""

@@ -89,6 +89,8 @@ class VersionDelivery:
         self._ended_deliveries: dict[str, None] = {}
         """Names of the generators whose delivery has ended since all generators were last checked
         for version `_checked_version`."""
+        self._kept_back: set[str] = set()
+        """Names of the generators that kept their version when all were last checked."""
         self._readers: Counter[int] = Counter()
         """Number of engines that read a version now, by version."""
         self._refusals: tuple[int, Counter[str]] = -1, Counter()
@@ -146,14 +148,16 @@ class VersionDelivery:
         """True if a delivery has something to do: a generator lacks the newest version and is
         installing none, or its installation has ended."""
         version = self.newest_published.version
-        ended = [
-            self.fleet[name] for name in self._ended_deliveries if name in self.fleet.generators
+        changed = [
+            self.fleet[name]
+            for name in self._ended_deliveries.keys() | self._kept_back
+            if name in self.fleet.generators
         ]
-        looked = ended if self._checked_version >= version else self.fleet
+        looked = changed if self._checked_version >= version else self.fleet
         return any(
             g.install_task.done()
             if g.install_task is not None
-            else g.is_live and g.version < version
+            else g.is_live and g.version < version and not g.keeps_version
             for g in looked
         )
 
@@ -161,9 +165,10 @@ class VersionDelivery:
         """Install the newest published version in every live generator that lacks it.
 
         Returns when all that are not suspect have it. A generator that is suspect, or becomes so
-        meanwhile, is given it as well, but nothing waits for it. Returns metrics of the slowest;
-        None if no generator has it: one that is restarted, or recovers, installs it. Raises
-        `RunFailed` if a generator does not have what was published, or none can install it.
+        meanwhile, is given it as well, but nothing waits for it. One that keeps its version gets it
+        later. Returns metrics of the slowest; None if no generator has it: one that is restarted,
+        recovers or keeps its version no longer installs it. Raises `RunFailed` if a generator does
+        not have what was published, or none can install it.
         """
         version = self.newest_published.version
         before = self._clock()
@@ -192,10 +197,14 @@ class VersionDelivery:
         awaited = []
         self._checked_version = version
         self._ended_deliveries = {}
+        self._kept_back = set()
         for generator in self.fleet:
             if generator.install_task is not None and generator.install_task.done():
                 self._collect_delivery(generator, generator.install_task, reports)
             if not generator.is_live or generator.version >= version:
+                continue
+            if generator.keeps_version:
+                self._kept_back.add(generator.generator_id)
                 continue
             if generator.install_task is None:
                 generator.install_task = asyncio.create_task(self._install_newest(generator))

@@ -57,6 +57,9 @@ class EvaluationConfig(Section):
     """Sampling temperature of the answers. 0: greedy. Unset: `episode.temperature`."""
     pass_reward: SignedFloat = 1.0
     """Reward at or above which an episode passes (pass@k)."""
+    one_version: bool = False
+    """Sample an evaluation with one version of the weights. Until it ends, its generator gets no
+    newer one and begins no training episodes: with one generator, training waits."""
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)

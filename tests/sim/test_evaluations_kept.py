@@ -109,3 +109,23 @@ def test_results_of_steps_that_a_resume_takes_back_are_removed(machine):
     (resumed,) = machine.events("resumed")
     again = read_evaluations(machine.run_dir / "checkpoints")[lost]
     assert (again == before) == (lost <= resumed["step"])
+
+
+def versions_of_evaluations(machine):
+    rows = read_json_objects(machine.run_dir / EVALUATION_FILE)
+    return [(row["evaluation/version_min"], row["evaluation/version_max"]) for row in rows]
+
+
+@pytest.mark.parametrize("generators", [1, 2])
+def test_an_evaluation_of_one_version_sees_no_other(machine, generators):
+    settings = ["steps=9", *EVALUATED, f"generator.count={generators}", "evaluation.at_start=true"]
+    machine.train(*settings, "evaluation.one_version=true")
+    found = versions_of_evaluations(machine)
+    assert found[-1] == (9, 9)
+    assert all(oldest == newest for oldest, newest in found)
+    assert [row["step"] for row in machine.rows()] == list(range(1, 10))
+
+
+def test_newer_weights_sample_the_rest_of_an_evaluation_otherwise(machine):
+    machine.train("steps=9", *EVALUATED, "evaluation.at_start=true")
+    assert any(oldest < newest for oldest, newest in versions_of_evaluations(machine))

@@ -198,7 +198,9 @@ class Evaluator:
             able = [
                 g
                 for g in self._fleet
-                if g.state == "healthy" and not g.is_leaving and g.version >= version
+                if g.state == "healthy"
+                and not g.is_leaving
+                and g.version >= version
                 # One that is being given another version would change in the evaluation.
                 and not (self.settings.one_version and g.install_task is not None)
             ]

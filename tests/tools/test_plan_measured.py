@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from r3async.config import config_from_dict, load_config
 from r3async.data.model_shape import parse_model_shape
 from r3async.learner import build_learner
+from r3async.learner import token_logprobs as head
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.row_shares import COLLECTIVE_BUCKET_ELEMENTS
-from r3async.learner import token_logprobs as head
 from r3async.learner.token_logprobs import token_logprobs
 from r3async.tools import memory
 from r3async.tools.adapted import count_adapters, list_adaptable_matrices

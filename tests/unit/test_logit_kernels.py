@@ -63,17 +63,22 @@ def compare_with_kernels(cases):
     from r3async.learner import logit_kernels
 
     logit_kernels.BLOCK_COLUMNS = 64  # of 200 ids: three blocks, and one in part
-    calls = []
+    launches = []
+
+    def can_run(logits):
+        launches.append(logits.shape)
+        return head._has_triton_driver()
+
     for case in cases:
         expected = score(case)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(head, "_can_run_kernels", lambda logits: calls.append(case) or head._has_triton_driver())
+            patch.setattr(head, "_can_run_kernels", can_run)
             found = score(case)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype, case
             tolerance = 1e-6 if ours.dtype == torch.float32 else 2**-6  # roundings of bfloat16
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
-    assert set(calls) == set(cases)
+    assert len(launches) == 2 * 3 * len(cases)  # three chunks, in both passes
     print("compared", len(cases))
 
 

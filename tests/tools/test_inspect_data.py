@@ -99,6 +99,13 @@ def test_a_spool_is_listed_with_ages_from_the_newest_version_known(tmp_path, ins
     assert json.loads(row)["age"] == 15
 
 
+def test_version_0_is_a_version_to_count_ages_from(tmp_path, inspect) -> None:
+    run = write_spool(tmp_path, made(0, version=-1))
+    MetricsFile(run).write({"step": 1, "version": 0, "time": 1.0})
+    (row,) = inspect("runs/demo/spool", "--json").splitlines()
+    assert json.loads(row)["age"] is not None
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

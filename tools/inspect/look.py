@@ -139,10 +139,8 @@ class Inspection(NamedTuple):
             found = read_spool(spool, self.problems.append)
             kept_in = [f"{spool}: {len(files)} files"]
         if version is None:
-            version = max(
-                filter(None, (find_newest_version(run_dir), find_newest_sampled(spool))),
-                default=None,
-            )
+            known = find_newest_version(run_dir), find_newest_sampled(spool)
+            version = max((each for each in known if each is not None), default=None)
         kept = (
             seen
             for seen in found

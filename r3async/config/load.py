@@ -138,14 +138,14 @@ def _field_types(section_type: type) -> dict[str, Any]:
     return {f.encode_name: strip_range(f.type) for f in msgspec.structs.fields(section_type)}
 
 
-def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str]) -> ConfigError:
+def _make_unknown_key_error(path: str, key: str, value: Any, names: Sequence[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
     # A set has the keys of `[evaluation]`, and had them under the same names.
     known_as = re.sub(r"^evaluation\.sets\.[^.]+\.", "evaluation.", f"{prefix}{key}")
     now = REMOVED_KEYS.get(known_as)
     if now is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
-    whole = f"{prefix}{key}"
+    whole, inner = f"{prefix}{key}", value
     # Extend the name while the table has a single key.
     while isinstance(inner, Mapping) and len(inner) == 1:
         ((more, inner),) = inner.items()
@@ -154,8 +154,10 @@ def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str
     if instead:
         return ConfigError(f"unknown key `{whole}`: {instead}")
     names = names if path else [*names, *SHORTHAND_KEYS]
+    # A section of another trainer (`trainer`) is like one of ours (`transport`) by chance.
+    cutoff = 0.7 if isinstance(value, Mapping) and not path else 0.5
     hint = did_you_mean(
-        key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff=0.5
+        key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff
     )
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 

@@ -57,8 +57,8 @@ _CLIP_HIGH_NOTE = (
     "`algorithm.dppo.threshold_high`"
 )
 _CAP_NOTE = (
-    "of GSPO it is `algorithm.gspo.clip_high`; of CISPO it is the cap itself there, and "
-    "`algorithm.cispo.clip_high=$less_one` here, whose cap is 1 more"
+    "of GSPO it is `algorithm.gspo.clip_high`; of CISPO TRL's and Molt's number is the cap itself, "
+    "`algorithm.cispo.clip_high=$less_one` here, and ART's is 1 less than the cap, as here"
 )
 _LOSS_SCALE_NOTE = (
     "its constant is `episode.max_new_tokens`. The factor between that and $value is one that "
@@ -93,6 +93,13 @@ _OFF_POLICY_NOTE = (
 _NOT_SCALED_NOTE = "- rewards are taken as they are: scale or clip them in your `reward`"
 _SCALED_BY_DEVIATION = (
     'algorithm.advantage: "grpo" divides by the group\'s standard deviation, "dr_grpo" does not'
+)
+_REFERENCE_TARGET_NOTE = (
+    "- `algorithm.reference_kl.coef` is constant; only the drift from the engine has a target, "
+    "`algorithm.rollout_kl.target`"
+)
+_WEIGHT_TOO_NOTE = (
+    'there the ratio is also the weight: `algorithm.correction.weight="token"`, `weight_cap=1e9`'
 )
 _ADAPTIVE_NOTE = "- the coefficient is constant: `algorithm.entropy_coef`"
 
@@ -223,6 +230,8 @@ ADVANTAGE_VALUES = {
     "grpo_vectorized": 'algorithm.advantage="grpo"',
     "rloo_vectorized": 'algorithm.advantage="rloo"',
     "gspo": 'algorithm.policy_loss="gspo" + algorithm.advantage="grpo"',
+    "cispo": 'algorithm.policy_loss="cispo" + algorithm.advantage="grpo"',
+    "group_norm": 'algorithm.advantage="grpo"',
     "on_policy_distillation": "algorithm.distillation.teacher",
     "on_policy_distill": "algorithm.distillation.teacher",
     "remax": "- no greedy answer is sampled as a baseline; the others are one: `rloo`",
@@ -242,166 +251,288 @@ KL_VALUES = {
 """Values of others' settings for the estimator of KL to the reference model."""
 
 
+EVALUATION_VALUES = {
+    "temperature": "evaluation.temperature",
+    "do_sample": "evaluation.temperature: 0 is greedy",
+    **dict.fromkeys(("n", "n_samples"), "evaluation.samples_per_task"),
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p", "max_tokens", "max_new_tokens", "max_generate_length"),
+        "- evaluations sample as `episode` says, but for `evaluation.temperature`",
+    ),
+}
+"""Settings of others for the sampling of evaluations, in sections of their own."""
+
+
+def _each(names: str, words: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), words)
+
+
 def _with_values(names: tuple[str, ...], values: dict[str, str]) -> dict[str, str]:
     return {f"{name}={value}": words for name in names for value, words in values.items()}
 
 
+SAME_SETTINGS = """
+learner.lr: lr learning_rate optim.lr actor_learning_rate
+learner.lr_schedule: lr_scheduler_type lr_scheduler scheduler.type optimizer_config.scheduler
+learner.lr_schedule: lr_decay_style
+learner.min_lr_ratio: min_lr_ratio
+learner.warmup_steps: warmup_steps num_warmup_steps lr_warmup_steps lr_warmup_iters
+learner.weight_decay: weight_decay l2
+learner.betas: betas adam_betas
+learner.eps: adam_epsilon adam_eps
+learner.max_grad_norm: max_grad_norm clip_grad grad_clip max_norm gradient_clipping
+learner.offload_moments: optimizer_offload optimizer_cpu_offload optim_cpu_offload adam_offload
+learner.offload_moments: offload_after_step optimizer.offload
+learner.shard_optimizer: use_distributed_optimizer
+learner.freeze_router: freeze_moe_router
+learner.expert_bias_rate: moe_router_bias_update_rate
+learner.deterministic: deterministic_mode full_determinism
+schedule.tokens_per_step: token_batch_size
+learner.max_tokens_per_micro_batch: ppo_max_token_len_per_gpu max_tokens_per_gpu
+learner.max_tokens_per_micro_batch: max_tokens_per_microbatch token_budget max_tokens_per_mb
+learner.max_tokens_per_micro_batch: train_mb_tokens train_max_tokens_per_gpu packed_sequence_length
+schedule.minibatches_per_step: num_minibatches ppo_n_minibatches num_steps_per_rollout
+steps: num_train_steps total_steps total_training_steps max_training_steps total_train_steps
+steps: max_num_steps num_rollout
+schedule.group_size: num_generations rollouts_per_example n_samples_per_prompt group_size rollout.n
+schedule.group_size: n_samples num_generations_per_prompt
+schedule.max_staleness: max_staleness max_staleness_steps max_async_level async_level
+schedule.max_staleness: max_head_offpolicyness max_off_policy_steps max_off_policy_threshold
+schedule.max_staleness: max_steps_off_policy max_weight_staleness max_trajectory_age_steps
+algorithm.reference_kl.coef: kl_loss_coef init_kl_coef kl_ctrl.kl_coef kl.init_coef
+algorithm.reference_kl.weighted: use_on_policy_kl_approximation
+algorithm.entropy_coef: entropy_coeff ent_coef entropy_coef entropy_loss_coef
+algorithm.policy_loss: policy_loss_type loss_mode custom_loss_function_path
+algorithm.reduction: loss_reduction
+algorithm.advantage: adv_estimator advantage_estimator custom_advantage_function_path
+algorithm.overlong_filter: mask_truncated_completions overlong_filtering apply_overlong_filtering
+algorithm.overlong_filter: mask_no_eos_with_zero
+algorithm.overlong_penalty.buffer: overlong_buffer.len overlong_buffer_len overlong_tokens
+algorithm.filter_zero_variance: zero_variance_filter
+algorithm.sapo.tau_positive: sapo_temperature_pos tau_pos sapo_tau_pos
+algorithm.sapo.tau_negative: sapo_temperature_neg tau_neg sapo_tau_neg
+schedule.epochs_per_step: num_iterations ppo_epochs update_epochs_per_batch
+algorithm.router_aux.coef: router_aux_loss_coef moe_aux_loss_coeff aux_loss_coef
+episode.temperature: temperature rollout_temperature
+episode.top_p: top_p rollout_top_p
+episode.min_p: min_p
+evaluation.temperature: eval_temperature
+episode.ignore_eos: ignore_eos
+episode.max_new_tokens: max_completion_length max_response_length response_length
+episode.max_new_tokens: max_generate_length max_new_tokens max_tokens max_completion_tokens
+episode.max_new_tokens: sampling.max_tokens generate_max_len rollout_max_response_len
+episode.max_prompt_tokens: max_prompt_length prompt_length max_input_length prompt_max_len
+episode.max_prompt_tokens: rollout_max_prompt_len
+episode.max_total_tokens: seq_len max_seq_len max_seq_length max_length max_model_len
+episode.max_total_tokens: vllm_max_model_length rollout_max_context_len max_total_sequence_length
+episode.max_total_tokens: gconfig.max_tokens
+episode.max_turns: max_turns max_assistant_turns max_rollout_turns
+episode.template_args: chat_template_kwargs apply_chat_template_kwargs
+generator.engine_args.gpu_memory_utilization: gpu_memory_utilization vllm_gpu_memory_utilization
+generator.engine_args.tensor_parallel_size: vllm_tensor_parallel_size
+generator.engine_args.tensor_parallel_size: inference_engine_tensor_parallel_size
+learner.parallel.tp: megatron.tensor_model_parallel_size
+learner.parallel.pp: pipeline_model_parallel_size
+learner.parallel.ep: expert_model_parallel_size model.ep
+learner.parallel.cp: context_parallel_size ulysses_sequence_parallel_size sequence_parallel_size
+learner.parallel.cp: ring_attn_size model.cp
+generator.engine_args.enforce_eager: enforce_eager
+generator.engine_args.enable_prefix_caching: enable_prefix_caching
+generator.engine_args.max_num_batched_tokens: max_num_batched_tokens
+weights.backend: weight_sync_backend vllm_sync_backend weight_update_mode update_weight_transport
+weights.backend: weight_broadcast.type
+model.path: model_name_or_path model_name model.name policy.model.path actor.path
+model.path: actor_rollout_ref.model.path pretrained_model_name_or_path hf_checkpoint pretrain
+algorithm.distillation.teacher: teacher teacher_model teacher_models opd_teacher_load
+algorithm.distillation.coef: opd_kl_coef distillation_loss_coef
+env.name: env_class env.id taskset.id
+env.workers: max_env_workers
+data.subset: dataset_config dataset_config_name
+data.split: dataset_train_split dataset_split train_split prompt_split
+data.limit: train_max_samples max_train_samples max_samples
+data.system: system_prompt
+learner.lora.alpha: lora_alpha lora.alpha lora_cfg.alpha
+checkpoint.directory: default_local_dir ckpt_path checkpoint_dir save
+name: experiment_name run_name
+log.project: project_name wandb.project
+checkpoint.every_steps: save_freq save_interval save_period ckpt_interval ckpt.interval
+checkpoint.every_steps: saver.freq_steps
+checkpoint.keep_last: save_total_limit max_ckpts_to_keep max_actor_ckpt_to_keep max_ckpt_num
+checkpoint.keep_every: keep_interval
+resume: resume_from_checkpoint resume_mode resume_step resume_from_path load_checkpoint load
+evaluation.samples_per_task: num_generations_eval eval_n_samples_per_prompt
+evaluation.samples_per_task: n_samples_per_eval_prompt eval.rollouts_per_example
+evaluation.tasks: val_max_samples max_val_samples eval.num_examples
+evaluation.every_steps: test_freq eval_interval eval.interval val_period evaluator.freq_steps
+evaluation.at_start: eval_before_train val_before_train eval_base_model val_at_start
+"""
+"""Lines of a setting of ours, and names of it elsewhere, without a difference to tell."""
+
 EQUIVALENT_SETTINGS = {
+    **{
+        name: line.partition(":")[0]
+        for line in SAME_SETTINGS.split("\n")
+        for name in line.partition(":")[2].split()
+    },
     # the optimizer
-    "lr": "learner.lr",
-    "learning_rate": "learner.lr",
-    "optim.lr": "learner.lr",
-    "lr_scheduler_type": "learner.lr_schedule",
-    "lr_scheduler": "learner.lr_schedule",
-    "scheduler.type": "learner.lr_schedule",
-    "optimizer_config.scheduler": "learner.lr_schedule",
-    "lr_decay_style": "learner.lr_schedule",
+    "decay_steps": "learner.lr_schedule: it decays from the warm-up to the last update",
     "warmup_style": "learner.lr_schedule: the warm-up is `learner.warmup_steps` before any of them",
-    "min_lr_ratio": "learner.min_lr_ratio",
     "min_lr": "learner.min_lr_ratio: a share of `learner.lr`",
-    "warmup_steps": "learner.warmup_steps",
-    "num_warmup_steps": "learner.warmup_steps",
-    "lr_warmup_steps": "learner.warmup_steps",
-    "warmup_ratio": "learner.warmup_steps: a number of steps",
-    "lr_warmup_steps_ratio": "learner.warmup_steps: a number of steps",
-    "weight_decay": "learner.weight_decay",
-    "betas": "learner.betas",
-    "adam_betas": "learner.betas",
-    "adam_beta1": "learner.betas: both, as [0.9, 0.95]",
-    "adam_beta2": "learner.betas: both, as [0.9, 0.95]",
-    "betas1": "learner.betas: both, as [0.9, 0.95]",
-    "betas2": "learner.betas: both, as [0.9, 0.95]",
-    "adam_epsilon": "learner.eps",
-    "max_grad_norm": "learner.max_grad_norm",
-    "clip_grad": "learner.max_grad_norm",
-    "grad_clip": "learner.max_grad_norm",
-    "max_norm": "learner.max_grad_norm",
-    "bf16": 'learner.dtype: "bfloat16" or "float32"',
-    "fp16": 'learner.dtype: "bfloat16" or "float32"',
-    "gradient_checkpointing": 'learner.recompute: "none", "selective" or "full"',
-    "enable_gradient_checkpointing": 'learner.recompute: "none", "selective" or "full"',
+    **_each(
+        "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio warmup_steps_proportion",
+        "learner.warmup_steps: a number of steps",
+    ),
+    **_each(
+        "adam_beta1 adam_beta2 betas1 betas2 beta1 beta2", "learner.betas: both, as [0.9, 0.95]"
+    ),
+    **_each("bf16 fp16", 'learner.dtype: "bfloat16" or "float32"'),
+    **_each(
+        "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing "
+        "recompute_granularity recompute_modules",
+        'learner.recompute: "none", "selective" (MoE layers) or "full"',
+    ),
+    **_each(
+        "param_offload cpu_offload fsdp_cpu_offload",
+        "- weights stay on the GPU; `learner.offload_moments` keeps Adam's moments in host memory",
+    ),
+    "zero_stage": (
+        "learner.shard_optimizer: stage 1; stage 2 is `learner.shard_gradients` too, stage 3 "
+        '`learner.backend="torch"` (FSDP2)'
+    ),
     # how much a step trains
     "batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
-    "train_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
-    "rollout_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
+    "train_batch_size": (
+        f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}. OpenRLHF counts the episodes of an update"
+    ),
+    **_each(
+        "rollout_batch_size num_prompts_per_step consumer_batch_size",
+        f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
+    ),
+    "orchestrator.batch_size": (
+        "schedule.prompts_per_step: $value / `group_size`, since prime-rl counts episodes"
+    ),
     "generation_batch_size": (
         "schedule.prompts_per_step: $value / `num_generations`, since TRL counts completions"
     ),
-    "token_batch_size": "schedule.tokens_per_step",
-    "per_device_train_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "ppo_micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "ppo_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "micro_train_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "micro_forward_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
-    "log_prob_micro_batch_size_per_gpu": (
-        f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}"
+    **_each(
+        "per_device_train_batch_size micro_batch_size ppo_micro_batch_size "
+        "ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu "
+        "micro_forward_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
+        "micro_train_batch_size micro_rollout_batch_size train_micro_batch_size",
+        f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     ),
-    "log_prob_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch: of all passes",
-    "ppo_infer_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch: of all passes",
-    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch",
-    "max_tokens_per_gpu": "learner.max_tokens_per_micro_batch",
-    "max_tokens_per_microbatch": "learner.max_tokens_per_micro_batch",
-    "token_budget": "learner.max_tokens_per_micro_batch",
-    "use_dynamic_bsz": _PACKING_NOTE,
-    "log_prob_use_dynamic_bsz": _PACKING_NOTE,
-    "use_sample_packing": _PACKING_NOTE,
-    "packing": _PACKING_NOTE,
-    "gradient_accumulation_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
-    "grad_accum_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
-    "accumulate_grad_batches": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
-    "ppo_mini_batch_size": f"schedule.minibatches_per_step: {_PROMPTS_OF_UPDATE_NOTE}",
-    "policy_mini_batch_size": f"schedule.minibatches_per_step: {_PROMPTS_OF_UPDATE_NOTE}",
+    **_each(
+        "log_prob_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu "
+        "log_probs_max_tokens_per_gpu",
+        "learner.max_tokens_per_micro_batch: of all passes",
+    ),
+    **_each(
+        "use_dynamic_bsz log_prob_use_dynamic_bsz use_sample_packing packing packing_samples "
+        "use_dynamic_batch use_dynamic_batch_size use_remove_padding balance_batch balance_data",
+        _PACKING_NOTE,
+    ),
+    **_each(
+        "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
+        f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
+    ),
+    **_each(
+        "ppo_mini_batch_size policy_mini_batch_size",
+        f"schedule.minibatches_per_step: {_PROMPTS_OF_UPDATE_NOTE}",
+    ),
+    **_each(
+        "global_batch_size train_global_batch_size",
+        "schedule.minibatches_per_step: a step's episodes / $value, since there it is an update's",
+    ),
     "steps_per_generation": (
         "schedule.minibatches_per_step: $value / `gradient_accumulation_steps`. TRL counts "
         "micro-steps: equal, as by default, they make 1 update of a generation"
     ),
-    "num_minibatches": "schedule.minibatches_per_step",
-    "ppo_n_minibatches": "schedule.minibatches_per_step",
-    "num_steps_per_rollout": "schedule.minibatches_per_step",
     "max_steps": f"steps: {_COUNT_OF_UPDATES_NOTE}",
-    "num_train_steps": "steps",
-    "total_steps": "steps",
-    "total_training_steps": "steps",
-    "max_training_steps": "steps",
-    "total_epochs": "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
-    "num_train_epochs": (
-        "steps: passes over the data follow from steps and `schedule.prompts_per_step`"
+    **_each(
+        "total_epochs num_train_epochs total_train_epochs max_num_epochs num_epoch num_episodes "
+        "epochs",
+        "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
     ),
-    "num_generations": "schedule.group_size",
-    "rollouts_per_example": "schedule.group_size",
-    "n_samples_per_prompt": "schedule.group_size",
-    "group_size": "schedule.group_size",
-    "rollout.n": "schedule.group_size",
     # how far generation may be ahead
-    "max_staleness": "schedule.max_staleness",
-    "max_staleness_steps": "schedule.max_staleness",
-    "max_async_level": "schedule.max_staleness",
-    "async_level": "schedule.max_staleness",
-    "staleness_threshold": "schedule.max_staleness: versions, not a share",
-    "max_head_offpolicyness": "schedule.max_staleness",
-    "max_off_policy_steps": "schedule.max_staleness",
-    "max_off_policy_threshold": "schedule.max_staleness",
-    "max_steps_off_policy": "schedule.max_staleness",
-    "max_weight_staleness": "schedule.max_staleness",
-    "max_trajectory_age_steps": "schedule.max_staleness",
-    "async_generation_ratio": "schedule.max_staleness: versions, not a share",
+    **_each(
+        "staleness_threshold async_generation_ratio",
+        "schedule.max_staleness: versions, not a share",
+    ),
+    **_each(
+        "async_train fully_async async_grpo.enabled", "schedule.max_staleness: 0 is synchronous"
+    ),
+    "partial_rollout": 'generator.on_update: with "keep", as by default, answers continue under the new weights',
+    "mask_offpolicy_in_partial_rollout": (
+        "schedule.max_token_age: older tokens are left out of the policy loss"
+    ),
+    **_each(
+        "parameter_sync_step weight_sync_steps",
+        "schedule.steps_per_publication: steps, not updates",
+    ),
     # the algorithm
     "beta": f"algorithm.reference_kl.coef=$value: {_WEIGHTED_NOTE}",
-    "use_bias_correction_kl": f"algorithm.reference_kl.weighted=$value: {_WEIGHTED_NOTE}",
-    "use_unbiased_kl": f"algorithm.reference_kl.weighted=$value: {_WEIGHTED_NOTE}",
+    **_each(
+        "use_bias_correction_kl use_unbiased_kl",
+        f"algorithm.reference_kl.weighted=$value: {_WEIGHTED_NOTE}",
+    ),
     "kl_coef": (
         "algorithm.reference_kl.coef: the drift from the engine has its own, "
         "`algorithm.rollout_kl.coef`"
     ),
-    "kl_loss_coef": "algorithm.reference_kl.coef",
-    "init_kl_coef": "algorithm.reference_kl.coef",
-    "kl_ctrl.kl_coef": "algorithm.reference_kl.coef",
-    "use_kl_loss": "algorithm.reference_kl.coef: 0 is none",
-    "use_kl_in_reward": (
-        "- KL is a term of the loss, never of the reward: `algorithm.reference_kl.coef`"
+    "reference_policy_kl_penalty": (
+        "algorithm.reference_kl.coef=$value: with `algorithm.reference_kl.weighted=false`, unless "
+        "`use_on_policy_kl_approximation` is on"
     ),
-    "kl_loss_type": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
-    "kl_estimator_type": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
-    "kl.estimator": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
-    "kl.init_coef": "algorithm.reference_kl.coef",
-    "kl_estimator": "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
+    "use_kl_loss": "algorithm.reference_kl.coef: 0 is none",
+    **_each(
+        "use_kl_in_reward kl_penalty",
+        "- KL is a term of the loss, never of the reward: `algorithm.reference_kl.coef`",
+    ),
+    **_each(
+        "kl_loss_type kl_estimator_type kl.estimator kl_estimator",
+        "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
+    ),
     **_with_values(
         ("kl_loss_type", "kl_estimator_type", "kl_estimator", "kl.estimator"), KL_VALUES
     ),
-    "kl_ctl": "algorithm.reference_kl.coef: in the loss, not in the reward",
-    "sync_ref_model": "- the reference is always the start model",
+    **_each(
+        "kl_ctl kl_penalty_coef", "algorithm.reference_kl.coef: in the loss, not in the reward"
+    ),
+    **_each(
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_update_interval "
+        "update_ref_every_epoch",
+        "- the reference is always the start model",
+    ),
     "coef_min": (
         "algorithm.rollout_kl.coef: the adapted coefficient never falls below where it starts"
     ),
-    "target_kl": "algorithm.rollout_kl.target",
-    "kl_target": "algorithm.rollout_kl.target",
-    **dict.fromkeys(
-        ("clip_range", "clip_ratio", "cliprange", "epsilon", "eps_clip"),
+    **_each("target_kl kl_target kl_ctrl.type kl_ctrl.horizon kl_horizon", _REFERENCE_TARGET_NOTE),
+    **_each(
+        "clip_range clip_ratio cliprange epsilon eps_clip",
         "algorithm.ppo.clip_low=$value + algorithm.ppo.clip_high=$value: with "
         '`algorithm.policy_loss="ppo"`. GSPO, CISPO and DPPO have their own sections',
     ),
-    **dict.fromkeys(
-        ("epsilon_low", "clip_ratio_low", "eps_clip_low"),
+    **_each(
+        "epsilon_low clip_ratio_low eps_clip_low ratio_clip_min",
         f"algorithm.ppo.clip_low=$value: {_CLIP_LOW_NOTE}",
     ),
-    **dict.fromkeys(
-        ("clip_ratio_high", "eps_clip_high", "eps_clip_higher"),
+    **_each(
+        "clip_ratio_high eps_clip_high eps_clip_higher ratio_clip_max",
         f"algorithm.ppo.clip_high=$value: {_CLIP_HIGH_NOTE}",
     ),
-    "epsilon_high": f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}",
-    "clip_eps_high": f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}",
+    **_each("epsilon_high clip_eps_high", f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}"),
     "eps_clip_low_high": (
         "algorithm.ppo.clip_low + algorithm.ppo.clip_high: of CISPO the second number is the cap "
         "itself there, and `algorithm.cispo.clip_high` is 1 less"
     ),
     "clip_ratio_c": "algorithm.ppo.dual_clip=$value: off by default, where verl and SkyRL have 3",
     "eps_clip_c": "algorithm.ppo.dual_clip=$value: miles reads it, and uses it for nothing",
-    "c_clip": "algorithm.ppo.dual_clip=$value",
-    "dual_clip": "algorithm.ppo.dual_clip=$value",
-    "delta": "algorithm.ppo.dual_clip=$value",
+    **_each("c_clip dual_clip delta ratio_clip_c", "algorithm.ppo.dual_clip=$value"),
     "delta_low": 'algorithm.dppo.threshold_low=$value: with `dppo_type="binary_tv"`',
     "delta_high": 'algorithm.dppo.threshold_high=$value: with `dppo_type="binary_tv"`',
+    **_each("dppo_mask_low ipo_mask_low", "algorithm.dppo.threshold_low=$value"),
+    **_each("dppo_mask_high ipo_mask_high", "algorithm.dppo.threshold_high=$value"),
+    "kl_tau": "algorithm.rollout_kl.coef: twice the number, since k2 is half the squared log-ratio",
     "dppo_type=binary_tv": 'algorithm.policy_loss="dppo"',
     "dppo_type": LOSS_VALUES["binary_kl"],
     "cispo_eps_clip_low": "algorithm.cispo.clip_low=$value",
@@ -409,40 +540,39 @@ EQUIVALENT_SETTINGS = {
     "cispo_anchor": 'algorithm.anchor: "recomputed" for "old", which is SkyRL\'s default',
     "cispo_anchor=old": 'algorithm.anchor="recomputed"',
     "cispo_anchor=rollout": 'algorithm.anchor="rollout"',
-    "entropy_coeff": "algorithm.entropy_coef",
-    "ent_coef": "algorithm.entropy_coef",
-    "entropy_coef": "algorithm.entropy_coef",
-    "entropy_loss_coef": "algorithm.entropy_coef",
     "use_entropy_loss": "algorithm.entropy_coef: 0 is none; SkyRL's is 0.01 when it is on",
-    "use_adaptive_entropy": _ADAPTIVE_NOTE,
-    "entropy_target": _ADAPTIVE_NOTE,
-    "entropy_coef_delta": _ADAPTIVE_NOTE,
+    **_each("use_adaptive_entropy entropy_target entropy_coef_delta", _ADAPTIVE_NOTE),
     "top_entropy_quantile": "- tokens are not chosen by their entropy; all are trained",
     "loss_type": "algorithm.policy_loss: what it is a mean over is `algorithm.reduction`",
-    "policy_loss_type": "algorithm.policy_loss",
-    "loss_mode": "algorithm.policy_loss",
     **_with_values(("loss_type", "loss_mode", "policy_loss_type", "policy_loss"), LOSS_VALUES),
     "loss_agg_mode": 'algorithm.reduction: "token_mean", "sequence_mean" and others',
     **_with_values(("loss_agg_mode", "loss_reduction", "reduction"), REDUCTION_VALUES),
-    "loss_scale_factor": (
-        f'algorithm.reduction="sequence_mean_token_sum_norm": {_LOSS_SCALE_NOTE}'
+    **_each(
+        "loss_scale_factor algorithm.max_seq_len",
+        f'algorithm.reduction="sequence_mean_token_sum_norm": {_LOSS_SCALE_NOTE}',
     ),
-    "algorithm.max_seq_len": (
-        f'algorithm.reduction="sequence_mean_token_sum_norm": {_LOSS_SCALE_NOTE}'
+    **_each(
+        "calculate_per_token_loss token_level_loss",
+        'algorithm.reduction="token_mean": "sequence_mean" if it is false',
     ),
-    "calculate_per_token_loss": 'algorithm.reduction="token_mean": "sequence_mean" if it is false',
-    "loss_reduction": "algorithm.reduction",
     "importance_sampling_level": 'algorithm.policy_loss: "gspo" is by sequence',
-    "importance_sampling_level=sequence": LOSS_VALUES["gspo"],
+    **_each(
+        "importance_sampling_level=sequence sequence_level_importance_ratios", LOSS_VALUES["gspo"]
+    ),
     "importance_sampling_level=token": '- every `algorithm.policy_loss` but "gspo" is by token',
-    "adv_estimator": "algorithm.advantage",
-    "advantage_estimator": "algorithm.advantage",
     **_with_values(
         ("adv_estimator", "advantage_estimator", "advantage.estimator", "advantage"),
         ADVANTAGE_VALUES,
     ),
-    "scale_rewards": _SCALED_BY_DEVIATION,
-    **dict.fromkeys(("scale_rewards=none", "scale_rewards=false"), 'algorithm.advantage="dr_grpo"'),
+    **_each(
+        "scale_rewards norm_adv_by_std_in_grpo grpo_norm_by_std normalize_rewards",
+        _SCALED_BY_DEVIATION,
+    ),
+    "use_leave_one_out_baseline": (
+        'algorithm.advantage: "rloo" leaves the answer out of its mean; with `normalize_rewards` '
+        'the nearest is "grpo", which includes it'
+    ),
+    **_each("scale_rewards=none scale_rewards=false", 'algorithm.advantage="dr_grpo"'),
     "scale_rewards=batch": (
         'algorithm.advantage="reinforce_pp_baseline": the group\'s mean, then mean and deviation '
         "of the batch's tokens; TRL's deviation is of the batch's scores"
@@ -450,75 +580,73 @@ EQUIVALENT_SETTINGS = {
     "multi_objective_aggregation": "- rewards are added by their weights, and then compared",
     "reward_norm": "algorithm.advantage: AReaL's default, none, has no baseline at all",
     "adv_norm": 'algorithm.advantage: "reinforce_pp" and "reinforce_pp_baseline" scale by the batch',
-    "advantage_batch_normalize": (
-        'algorithm.advantage="reinforce_pp_baseline": after the group\'s mean'
+    **_each(
+        "advantage_batch_normalize normalize_advantages",
+        'algorithm.advantage="reinforce_pp_baseline": after the group\'s mean',
     ),
-    "normalize_advantages": (
-        'algorithm.advantage="reinforce_pp_baseline": after the group\'s mean'
+    **_each(
+        "reward_scaling reward_bias reward_clip reward.clip_range reward_clip_range",
+        _NOT_SCALED_NOTE,
     ),
-    "reward_scaling": _NOT_SCALED_NOTE,
-    "reward_bias": _NOT_SCALED_NOTE,
-    "reward_clip": _NOT_SCALED_NOTE,
-    "reward.clip_range": _NOT_SCALED_NOTE,
-    "norm_adv_by_std_in_grpo": _SCALED_BY_DEVIATION,
-    "grpo_norm_by_std": _SCALED_BY_DEVIATION,
     "disable_grpo_std_normalization": 'algorithm.advantage="dr_grpo"',
-    "mask_truncated_completions": "algorithm.overlong_filter",
-    "overlong_filtering": "algorithm.overlong_filter",
-    "apply_overlong_filtering": "algorithm.overlong_filter",
-    "mask_no_eos_with_zero": "algorithm.overlong_filter",
     "zero_reward_on_non_stop": (
         "algorithm.overlong_filter: leaves cut answers out; a reward of 0 is your `reward`'s to give"
     ),
-    "overlong_buffer.len": "algorithm.overlong_penalty.buffer",
-    "overlong_buffer.enable": "algorithm.overlong_penalty.buffer: 0 is none",
-    "overlong_buffer.penalty_factor": (
-        "algorithm.overlong_penalty.factor: longer answers than the maximum stay at it"
+    **_each(
+        "overlong_buffer.enable overlong_reward_penalty",
+        "algorithm.overlong_penalty.buffer: 0 is none",
     ),
-    "overlong_tokens": "algorithm.overlong_penalty.buffer",
-    "overlong_penalty_factor": (
-        "algorithm.overlong_penalty.factor: longer answers than the maximum stay at it"
+    **_each(
+        "overlong_buffer.penalty_factor overlong_penalty_factor",
+        "algorithm.overlong_penalty.factor: longer answers than the maximum stay at it",
     ),
-    "zero_variance_filter": "algorithm.filter_zero_variance",
     "zero_variance_filter_tol": (
         "- scores are equal within 5e-7 of the largest, which is rounding: "
         "`algorithm.filter_zero_variance`"
     ),
-    "dynamic_filtering_enable": (
-        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    **_each(
+        "dynamic_filtering_enable dynamic_filtering filter_groups.enable dynamic_sampling "
+        "dynamic_sampling.type dynamic_sampling_filter_path over_sampling_batch_size "
+        "gen_batch_size online_difficulty_filtering",
+        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     ),
-    "max_num_gen_batches": "schedule.replaced_groups: groups, not batches",
-    "max_sample_batches": "schedule.replaced_groups: groups, not batches",
-    "filter_groups.enable": (
-        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    **_each(
+        "dynamic_filtering_reward_range filter_groups.metric",
+        "- groups are left out if all their scores are equal: `algorithm.filter_zero_variance`",
     ),
-    "online_difficulty_filtering": "schedule.difficulty.settled_share",
-    "dynamic_sampling": (
-        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
+    **_each(
+        "max_num_gen_batches max_sample_batches", "schedule.replaced_groups: groups, not batches"
     ),
-    "dynamic_sampling.type": (
-        "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true"
-    ),
-    **dict.fromkeys(
-        ("sapo_temperature_pos", "tau_pos", "sapo_tau_pos"), "algorithm.sapo.tau_positive"
-    ),
-    **dict.fromkeys(
-        ("sapo_temperature_neg", "tau_neg", "sapo_tau_neg"), "algorithm.sapo.tau_negative"
-    ),
+    "easy_threshold": "schedule.difficulty.easy: with `schedule.difficulty.settled_share` below 1",
+    "hard_threshold": "schedule.difficulty.hard: with `schedule.difficulty.settled_share` below 1",
     "use_sapo_loss": 'algorithm.policy_loss="sapo"',
-    "num_iterations": "schedule.epochs_per_step",
-    "ppo_epochs": "schedule.epochs_per_step",
-    "update_epochs_per_batch": "schedule.epochs_per_step",
+    "max_epochs": "schedule.epochs_per_step: of the same answers, as in OpenRLHF",
     "ratio_cap": (
         'algorithm.truncated_pg.cap: the loss that was "tis" is "truncated_pg", and '
         '"tis" is now Yao\'s'
     ),
-    **dict.fromkeys(
-        ("tis_imp_ratio_cap", "token_tis_ratio_clip_high", "tis_clip"),
+    **_each(
+        "tis_imp_ratio_cap token_tis_ratio_clip_high tis_clip truncated_importance_sampling "
+        "vllm_is_truncated_threshold",
         'algorithm.tis.cap=$value: with `algorithm.policy_loss="tis"`',
     ),
     "tis_clip_low": "- weights have a cap, and no lower bound: `algorithm.tis.cap`",
-    "use_tis": 'algorithm.policy_loss="tis": cap 2, as there',
+    **_each("use_tis enable_vllm_is_correction", 'algorithm.policy_loss="tis": cap 2, as there'),
+    "use_importance_sampling_correction": (
+        'algorithm.correction.weight="token": without a truncation there, so with `weight_cap=1e9`'
+    ),
+    "truncated_importance_sampling_type=tis": 'algorithm.policy_loss="tis"',
+    "truncated_importance_sampling_type=icepop": (
+        f"algorithm.correction.icepop_low + algorithm.correction.icepop_high: {_WEIGHT_TOO_NOTE}"
+    ),
+    "truncated_importance_sampling_type=seq-mask-tis": (
+        "algorithm.correction.geometric_low + algorithm.correction.geometric_high: "
+        f"{_WEIGHT_TOO_NOTE}"
+    ),
+    "truncated_importance_sampling_ratio": (
+        'algorithm.tis.cap=$value: of "tis"; of "icepop" `algorithm.correction.icepop_high`, of '
+        '"seq-mask-tis" `geometric_high`'
+    ),
     "tis_ratio_type": 'algorithm.policy_loss="tis": by token',
     "tis_ratio_type=sequence": (
         'algorithm.correction.weight="sequence": `weight_cap` is 2, and 5 there by default. With '
@@ -547,21 +675,18 @@ EQUIVALENT_SETTINGS = {
         'algorithm.correction.weight="sequence" + algorithm.correction.product_high: 3 there by '
         "default. The ratio is also the weight, so with `weight_cap=1e9`"
     ),
-    "vllm_importance_sampling_clip_max": _TRL_CAP,
-    "vllm_importance_sampling_cap": _TRL_CAP,
+    **_each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", _TRL_CAP),
     "vllm_importance_sampling_clip_min": (
         f'algorithm.correction.product_low=$value: {_TRL_WEIGHTS_NOTE}. With "token_mask" it is '
         "`algorithm.correction.icepop_low=$value`; truncated weights have no lower bound"
     ),
-    "off_policy_mask_threshold": _OFF_POLICY_NOTE,
-    "opsm_delta": _OFF_POLICY_NOTE,
+    **_each("off_policy_mask_threshold opsm_delta", _OFF_POLICY_NOTE),
     "use_opsm": "algorithm.correction.geometric_low: for answers of either sign",
     "rollout_is": (
         'algorithm.correction.weight="$value": with `algorithm.policy_loss="ppo"`, `anchor` and '
         '`correction.numerator` "recomputed"'
     ),
-    "rollout_is=null": 'algorithm.correction.weight="none"',
-    "rollout_is=none": 'algorithm.correction.weight="none"',
+    **_each("rollout_is=null rollout_is=none", 'algorithm.correction.weight="none"'),
     "rollout_is_threshold": (
         'algorithm.correction.weight_cap=$high: a band such as "0.5_2.0" also leaves tokens out, '
         "here `icepop_low` and `icepop_high` of `algorithm.correction`, beside the weight"
@@ -605,8 +730,7 @@ EQUIVALENT_SETTINGS = {
         'algorithm.policy_loss="tis" + algorithm.tis.cap=5: AReaL\'s default leaves '
         f"tokens out above 5, which is `algorithm.correction.icepop_high=5`, {_OLD_RATIO_NOTE}"
     ),
-    "behav_imp_weight_cap": "algorithm.tis.cap=$value",
-    "behave_imp_weight_cap": "algorithm.tis.cap=$value",
+    **_each("behav_imp_weight_cap behave_imp_weight_cap", "algorithm.tis.cap=$value"),
     "rejection_sampling.upper": (
         f'algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}, for `action="mask"`; of '
         '"clamp" it is `algorithm.tis.cap=$value`'
@@ -617,16 +741,15 @@ EQUIVALENT_SETTINGS = {
         "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
         '"geometric"; of "product" product_low and product_high'
     ),
-    "clip_cov_ratio": "algorithm.clip_cov.share=$value",
+    **_each("clip_cov_ratio clip_cov.clip_ratio", "algorithm.clip_cov.share=$value"),
     "clip_cov_lb": "algorithm.clip_cov.low=$value",
     "clip_cov_ub": "algorithm.clip_cov.high=$value",
-    "kl_cov_ratio": "algorithm.kl_cov.share=$value",
-    "kl_cov_frac": "algorithm.kl_cov.share=$value",
+    **_each("kl_cov_ratio kl_cov_frac", "algorithm.kl_cov.share=$value"),
     "ppo_kl_coef": 'algorithm.kl_cov.coef=$value: of `policy_loss="kl_cov"`',
     "m2_threshold": 'algorithm.m2po.limit=$value: of `policy_loss="m2po"`',
-    "rollout_token_veto_threshold": f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
-    "outlier_token_is_threshold_low": (
-        f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}"
+    **_each(
+        "rollout_token_veto_threshold outlier_token_is_threshold_low",
+        f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
     ),
     "outlier_token_is_threshold_high": (
         f"algorithm.correction.veto_high=$value: with {_OLD_RATIO_NOTE}"
@@ -639,242 +762,161 @@ EQUIVALENT_SETTINGS = {
     "product_mask_high": f"algorithm.correction.product_high=$value: with {_OLD_RATIO_NOTE}",
     "token_mask_is_threshold_low": f"algorithm.correction.icepop_low=$value: with {_OLD_RATIO_NOTE}",
     "token_mask_is_threshold_high": f"algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}",
-    "is_correction_level": (
+    **_each(
+        "is_correction_level is_correction_threshold",
         'algorithm.correction.icepop_low + algorithm.correction.icepop_high: by token; "seq" has '
-        'product_low and product_high, "geo" geometric_low and geometric_high'
-    ),
-    "is_correction_threshold": (
-        'algorithm.correction.icepop_low + algorithm.correction.icepop_high: by token; "seq" has '
-        'product_low and product_high, "geo" geometric_low and geometric_high'
+        'product_low and product_high, "geo" geometric_low and geometric_high',
     ),
     "is_correction_mode": (
         'algorithm.correction.icepop_high: of "mask"; "trunc" is `algorithm.policy_loss="tis"`'
     ),
-    "router_aux_loss_coef": "algorithm.router_aux.coef",
-    "moe_aux_loss_coeff": "algorithm.router_aux.coef",
-    "router_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
+    **_each(
+        "router_replay enable_router_replay moe_enable_routing_replay "
+        "enable_rollout_routing_replay use_rollout_routing_replay",
+        'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
+    ),
     "router_replay.mode": 'routing.replay: "rollout" is R3, "learner" is R2',
-    "enable_router_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
-    "moe_enable_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
-    "enable_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
-    "use_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
-    "gamma": "- rewards are not discounted: how they are credited is `algorithm.credit`",
-    "discount": "- rewards are not discounted: how they are credited is `algorithm.credit`",
-    "lam": _NO_CRITIC_NOTE,
-    "lambd": _NO_CRITIC_NOTE,
-    "gae_lambda": _NO_CRITIC_NOTE,
-    "vf_coef": _NO_CRITIC_NOTE,
-    "critic": _NO_CRITIC_NOTE,
+    "use_routing_replay": 'routing.replay="learner": R2, as in slime and miles',
+    **_each(
+        "gamma discount",
+        "- rewards are not discounted: how they are credited is `algorithm.credit`",
+    ),
+    **_each(
+        "lam lambd gae_lambda vf_coef critic critic_warmup value_clip cliprange_value "
+        "critic_learning_rate",
+        _NO_CRITIC_NOTE,
+    ),
     # sampling
-    "temperature": "episode.temperature",
-    "top_p": "episode.top_p",
-    "top_k": "episode.top_k",
-    "min_p": "episode.min_p",
-    "repetition_penalty": (
-        "- a penalty depends on what was sampled before: the learner computes no such distribution"
+    **_each(
+        "top_k rollout_top_k",
+        "episode.top_k: 0 is all tokens; verl, SkyRL and slime have -1 for it",
     ),
-    "ignore_eos": "episode.ignore_eos",
-    "max_completion_length": "episode.max_new_tokens",
-    "max_response_length": "episode.max_new_tokens",
-    "response_length": "episode.max_new_tokens",
-    "max_generate_length": "episode.max_new_tokens",
-    "max_new_tokens": "episode.max_new_tokens",
-    "max_tokens": "episode.max_new_tokens",
-    "max_completion_tokens": "episode.max_new_tokens",
-    "sampling.max_tokens": "episode.max_new_tokens",
-    "max_prompt_length": "episode.max_prompt_tokens",
-    "prompt_length": "episode.max_prompt_tokens",
-    "max_input_length": "episode.max_prompt_tokens",
-    "seq_len": "episode.max_total_tokens",
-    "max_seq_len": "episode.max_total_tokens",
-    "max_seq_length": "episode.max_total_tokens",
-    "max_length": "episode.max_total_tokens",
-    "max_model_len": "episode.max_total_tokens",
-    "vllm_max_model_length": "episode.max_total_tokens",
-    "max_turns": "episode.max_turns",
-    "max_assistant_turns": "episode.max_turns",
-    "chat_template_kwargs": "episode.template_args",
+    **_each(
+        "repetition_penalty frequency_penalty",
+        "- a penalty depends on what was sampled before: the learner computes no such distribution",
+    ),
+    **{
+        f"{section}.{name}": words
+        for section in ("val_kwargs", "eval_sampling_params", "eval.sampling", "eval_gconfig")
+        for name, words in EVALUATION_VALUES.items()
+    },
+    **_each("stop rollout_stop stop_strings", "episode.stop: a list"),
+    **_each(
+        "max_user_turns max_tool_calling_iterations",
+        "episode.max_turns: the model's turns, one more than these",
+    ),
     # engines
-    "gpu_memory_utilization": "generator.engine_args.gpu_memory_utilization",
-    "vllm_gpu_memory_utilization": "generator.engine_args.gpu_memory_utilization",
-    "tensor_parallel_size": f"generator.engine_args.tensor_parallel_size: {_ENGINE_TP_NOTE}",
-    "tensor_model_parallel_size": f"generator.engine_args.tensor_parallel_size: {_ENGINE_TP_NOTE}",
-    "vllm_tensor_parallel_size": "generator.engine_args.tensor_parallel_size",
-    "inference_engine_tensor_parallel_size": "generator.engine_args.tensor_parallel_size",
-    "megatron.tensor_model_parallel_size": "learner.parallel.tp",
-    "pipeline_model_parallel_size": "learner.parallel.pp",
-    "expert_model_parallel_size": "learner.parallel.ep",
-    "context_parallel_size": "learner.parallel.cp",
-    "fsdp_size": 'learner.parallel.dp: with `learner.backend="torch"`',
-    "num_inference_engines": f"generator.count: {_ENGINE_COUNT_NOTE}",
-    "num_engines": f"generator.count: {_ENGINE_COUNT_NOTE}",
-    "rollout_num_engines": f"generator.count: {_ENGINE_COUNT_NOTE}",
-    "num_generators": f"generator.count: {_ENGINE_COUNT_NOTE}",
-    "max_num_seqs": "generator.concurrency",
-    "max_concurrent": "generator.concurrency",
-    "max_concurrent_rollouts": "generator.concurrency",
-    "max_inflight_rollouts": "generator.concurrency",
-    "enforce_eager": "generator.engine_args.enforce_eager",
-    "max_num_batched_tokens": "generator.engine_args.max_num_batched_tokens",
-    "use_vllm": '- generators always sample with vLLM: `generator.engine="vllm"` is the default',
-    "vllm_mode": (
-        "- learner and engines are processes of their own: `generator.count` and "
-        "`learner.parallel` divide the GPUs"
+    **_each(
+        "tensor_parallel_size tensor_model_parallel_size rollout_num_gpus_per_engine",
+        f"generator.engine_args.tensor_parallel_size: {_ENGINE_TP_NOTE}",
     ),
-    "colocate_all": (
-        "- learner and engines are processes of their own: `generator.count` and "
-        "`learner.parallel` divide the GPUs"
+    "sequence_parallel": "- it is always on where `learner.parallel.tp` is above 1",
+    "fsdp_size": 'learner.parallel.dp: with `learner.backend="torch"`',
+    **_each(
+        "num_inference_engines num_engines rollout_num_engines num_generators vllm_num_engines",
+        f"generator.count: {_ENGINE_COUNT_NOTE}",
+    ),
+    **_each(
+        "max_num_seqs max_concurrent max_concurrent_rollouts max_inflight_rollouts "
+        "max_inflight_tasks async_max_concurrent_samples",
+        "generator.concurrency: episodes of one generator",
+    ),
+    **_each(
+        "use_vllm rollout.name rollout.mode generator.backend generation.backend",
+        '- generators always sample with vLLM: `generator.engine="vllm"` is the default',
+    ),
+    **_each(
+        "vllm_mode colocate_all colocate_all_models colocate colocated.enabled",
+        'generator.colocate: "share" puts engines on the learner\'s GPUs if there are too few for both',
+    ),
+    **_each(
+        "free_cache_engine vllm_enable_sleep_mode vllm_enable_sleep",
+        "- engines always keep their memory: `generator.engine_args.gpu_memory_utilization`",
     ),
     "rollout.n_gpus_per_node": (
         "generator.count: engines, so $value / `tensor_model_parallel_size`"
     ),
-    "n_gpus_per_node": (
-        "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes"
+    "rollout_num_gpus": "generator.count: engines, so $value / `rollout_num_gpus_per_engine`",
+    **_each(
+        "n_gpus_per_node nnodes num_nodes num_gpus_per_node gpus_per_node "
+        "actor_num_gpus_per_node actor_num_nodes policy_num_gpus_per_node policy_num_nodes",
+        "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",
     ),
-    "nnodes": "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",
-    "num_nodes": (
-        "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes"
-    ),
-    "weight_sync_backend": "weights.backend",
     # model, data, environment
-    "model_name_or_path": "model.path",
-    "model_name": "model.path",
-    "model.name": "model.path",
-    "policy.model.path": "model.path",
-    "actor.path": "model.path",
-    "actor_rollout_ref.model.path": "model.path",
-    "pretrained_model_name_or_path": "model.path",
-    "hf_checkpoint": "model.path",
-    "strategy": 'learner.backend: "megatron" or "torch" (FSDP2)',
-    "env_class": "env.name",
-    "env.id": "env.name",
-    "taskset.id": "env.name",
-    "environment": "env.name: with arguments in `env.args`",
-    "max_env_workers": "env.workers",
-    # rows
-    "train_files": f"data.path: {_DATA_NOTE}",
-    "train_file": f"data.path: {_DATA_NOTE}",
-    "train_data": f"data.path: {_DATA_NOTE}",
-    "train_data_path": f"data.path: {_DATA_NOTE}",
-    "train_path": f"data.path: {_DATA_NOTE}",
-    "train_dataset": f"data.path: {_DATA_NOTE}",
-    "train_dataset.path": f"data.path: {_DATA_NOTE}",
-    "dataset": f"data.path: {_DATA_NOTE}",
-    "dataset_name": f"data.path: {_DATA_NOTE}",
-    "dataset_path": f"data.path: {_DATA_NOTE}",
-    "prompt_data": f"data.path: {_DATA_NOTE}",
-    "dataset_config": "data.subset",
-    "dataset_config_name": "data.subset",
-    "dataset_train_split": "data.split",
-    "dataset_split": "data.split",
-    "train_split": "data.split",
-    "val_files": f"data.eval: {_EVAL_NOTE}",
-    "val_data": f"data.eval: {_EVAL_NOTE}",
-    "val_data_path": f"data.eval: {_EVAL_NOTE}",
-    "val_dataset": f"data.eval: {_EVAL_NOTE}",
-    "valid_dataset": f"data.eval: {_EVAL_NOTE}",
-    "validation_file": f"data.eval: {_EVAL_NOTE}",
-    "eval_dataset": f"data.eval: {_EVAL_NOTE}",
-    "eval_data": f"data.eval: {_EVAL_NOTE}",
-    "eval_prompt_data": f"data.eval: {_EVAL_NOTE}",
-    "dataset_test_split": f"data.eval: {_EVAL_NOTE}",
-    "train_max_samples": "data.limit",
-    "max_train_samples": "data.limit",
-    "max_samples": "data.limit",
-    "prompt_key": f"data.prompt: {_PROMPT_NOTE}",
-    "input_key": f"data.prompt: {_PROMPT_NOTE}",
-    "prompt_column": f"data.prompt: {_PROMPT_NOTE}",
-    "label_key": "data.answer: a column",
-    "answer_key": "data.answer: a column",
-    "output_key": "data.answer: a column",
-    "system_prompt": "data.system",
-    "shuffle": "- rows are in an order of each epoch, which follows from `seed`",
-    "rollout_shuffle": "- rows are in an order of each epoch, which follows from `seed`",
-    "filter_overlong_prompts": (
-        "episode.max_prompt_tokens: longer prompts are always left out, and counted"
+    "trust_remote_code": (
+        "- the learner runs no code of a model's repository: docs/models.md has what it trains"
     ),
-    "apply_chat_template": "- prompts are always shown through the model's chat template",
-    "return_raw_chat": "- prompts are always shown through the model's chat template",
+    "strategy": 'learner.backend: "megatron" or "torch" (FSDP2)',
+    "environment": "env.name: with arguments in `env.args`",
+    # rows
+    **_each(
+        "train_files train_file train_data train_data_path train_path train_dataset "
+        "train_dataset.path dataset dataset_name dataset_path prompt_data",
+        f"data.path: {_DATA_NOTE}",
+    ),
+    **_each(
+        "val_files val_data val_data_path val_dataset valid_dataset validation_file "
+        "eval_dataset eval_data eval_prompt_data dataset_test_split",
+        f"data.eval: {_EVAL_NOTE}",
+    ),
+    **_each("prompt_key input_key prompt_column", f"data.prompt: {_PROMPT_NOTE}"),
+    **_each("label_key answer_key output_key", "data.answer: a column"),
+    **_each(
+        "shuffle shuffle_dataset rollout_shuffle",
+        "- rows are in an order of each epoch, which follows from `seed`",
+    ),
+    **_each(
+        "filter_overlong_prompts truncation",
+        "episode.max_prompt_tokens: longer prompts are always left out, and counted",
+    ),
+    **_each(
+        "apply_chat_template return_raw_chat",
+        "- prompts are always shown through the model's chat template",
+    ),
     # rewards
-    "custom_reward_function": f"reward: {_REWARD_NOTE}",
-    "custom_reward_function.path": f"reward: {_REWARD_NOTE}",
-    "custom_reward_function.name": f"reward: {_REWARD_NOTE}",
-    "custom_rm_path": f"reward: {_REWARD_NOTE}",
-    "reward_funcs": f"reward: {_REWARD_NOTE}, or a list of them",
-    "reward_functions": f"reward: {_REWARD_NOTE}, or a list of them",
-    "reward_fn": f"reward: {_REWARD_NOTE}",
-    "reward_function": f"reward: {_REWARD_NOTE}",
+    **_each(
+        "custom_reward_function custom_reward_function.path custom_reward_function.name "
+        "custom_rm_path reward_fn reward_function reward_manager",
+        f"reward: {_REWARD_NOTE}",
+    ),
+    **_each("reward_funcs reward_functions", f"reward: {_REWARD_NOTE}, or a list of them"),
     "rm_type": 'reward: "exact", "contains", "number", "math", or your function',
     "reward_weights": 'reward: a list of { fn = "file.py:function", weight = 1.0 }',
-    "reward_model": _REWARD_MODEL_NOTE,
-    "reward_model_path": _REWARD_MODEL_NOTE,
-    "reward_model_name_or_path": _REWARD_MODEL_NOTE,
-    "reward_pretrain": _REWARD_MODEL_NOTE,
-    "remote_rm_url": _REWARD_MODEL_NOTE,
-    "rm_url": _REWARD_MODEL_NOTE,
-    "ref_model": "algorithm.reference_kl.coef: the reference is always the start model",
-    "ref_load": "algorithm.reference_kl.coef: the reference is always the start model",
+    **_each(
+        "reward_model reward_model_path reward_model_name_or_path reward_pretrain remote_rm_url "
+        "rm_url",
+        _REWARD_MODEL_NOTE,
+    ),
+    **_each(
+        "ref_model ref_load", "algorithm.reference_kl.coef: the reference is always the start model"
+    ),
     # adapters
-    "peft_config": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "use_peft": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "use_lora": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "enable_lora": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora_r": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora_rank": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora_config": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora_cfg": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora.r": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora.rank": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora.dim": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora_cfg.dim": f"learner.lora.rank: {_ADAPTER_NOTE}",
-    "lora_alpha": "learner.lora.alpha",
-    "lora.alpha": "learner.lora.alpha",
-    "lora_cfg.alpha": "learner.lora.alpha",
-    "target_modules": (
-        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]'
+    **_each(
+        "peft_config use_peft use_lora enable_lora lora_r lora_rank lora_config lora_cfg lora "
+        "lora.r lora.rank lora.dim lora_cfg.dim",
+        f"learner.lora.rank: {_ADAPTER_NOTE}",
     ),
-    "lora_target_modules": (
-        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]'
+    "use_rslora": (
+        "learner.lora.alpha: outputs are multiplied by alpha / rank, so larger by the root of the rank"
     ),
-    "lora.target_modules": (
-        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]'
+    **_each(
+        "target_modules lora_target_modules lora.target_modules",
+        'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
     ),
-    "lora_dropout": _DROPOUT_NOTE,
-    "lora.dropout": _DROPOUT_NOTE,
+    **_each("lora_dropout lora.dropout", _DROPOUT_NOTE),
     # keeping, watching
     "output_dir": "- it is runs/NAME: choose the place with --runs, and the `name`",
-    "default_local_dir": "checkpoint.directory",
-    "ckpt_path": "checkpoint.directory",
-    "experiment_name": "name",
-    "run_name": "name",
-    "project_name": "log.project",
-    "wandb.project": "log.project",
-    "report_to": 'log.to: a list, as ["wandb"]',
-    "logger": 'log.to: a list, as ["wandb"]',
-    "log_with": 'log.to: a list, as ["wandb"]',
+    **_each("report_to logger log_with", 'log.to: a list, as ["wandb"]'),
     "save_steps": f"checkpoint.every_steps: {_COUNT_OF_UPDATES_NOTE}",
-    "save_freq": "checkpoint.every_steps",
-    "save_interval": "checkpoint.every_steps",
-    "ckpt_interval": "checkpoint.every_steps",
-    "ckpt.interval": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
-    "max_ckpts_to_keep": "checkpoint.keep_last",
-    "resume_from_checkpoint": "resume",
-    "resume_mode": "resume",
-    "resume_step": "resume",
     "eval_steps": f"evaluation.every_steps: {_COUNT_OF_UPDATES_NOTE}",
-    "num_generations_eval": "evaluation.samples_per_task",
-    "test_freq": "evaluation.every_steps",
-    "eval_interval": "evaluation.every_steps",
-    "eval.interval": "evaluation.every_steps",
-    "eval_before_train": "evaluation.at_start",
-    "val_before_train": "evaluation.at_start",
-    "eval_base_model": "evaluation.at_start",
+    "val_only": "- `r3async eval` evaluates a model",
     "logging_steps": "- every step is logged, in runs/NAME/metrics.jsonl",
 }
 """Equivalents of the settings of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl,
-AReaL, slime, miles, Molt, NeMo RL, ART and ROLL."""
+AReaL, slime, miles, Molt, NeMo RL, OpenRLHF, Megatron, ART and ROLL."""
+
+OTHER_MODELS = frozenset({"critic", "teacher", "teacher_model", "teacher_models"})
+"""Sections of a model beside the policy. What is set in them is no setting of the policy."""
 
 TARGET_SETTINGS = frozenset(
     setting.partition("=")[0]
@@ -894,6 +936,9 @@ def find_equivalent_setting(name: str, value: object = None, *, sections: bool =
             section of ours.
     """
     parts = name.split(".")
+    other = next((part for part in parts[:-1] if sections and part in OTHER_MODELS), "")
+    if other:
+        return _format_equivalent(EQUIVALENT_SETTINGS[other])
     for stop in range(len(parts), 0 if sections else len(parts) - 1, -1):
         for start in range(stop):
             end = ".".join(parts[start:stop])

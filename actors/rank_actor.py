@@ -47,6 +47,7 @@ from .process import ActorNotLoaded, prepare_process
 if TYPE_CHECKING:
     from r3async.checkpoint.rank_files import RankCopy, RankState
     from r3async.learner.backend import LearnerBackend
+    from r3async.learner.distillation import Teacher
 
 
 R = TypeVar("R")
@@ -66,7 +67,7 @@ class LocalRank:
         config: Config,
         backend: LearnerBackend,
         world: World = REAL_WORLD,
-        teacher: LearnerBackend | None = None,
+        teacher: Teacher | None = None,
     ):
         """Wrap a loaded `backend`. `teacher` is the teacher model of `algorithm.distillation`."""
         import torch
@@ -95,7 +96,7 @@ class LocalRank:
             from r3async.learner.distillation import load_teacher
 
             backend = build_learner(config, model_path, world.files)
-        return cls(config, backend, world, load_teacher(config, model_path))
+        return cls(config, backend, world, load_teacher(config, model_path, backend.ranks))
 
     @property
     def vocab_size(self) -> int:

@@ -282,7 +282,7 @@ def estimate_rank_memory(shape: ModelShape, config: Config) -> RankMemory:
     if config.weights.backend == "nccl":
         each = int(CONTEXT_BYTES) + SENDER_BUCKETS * config.weights.bucket_bytes
         own = msgspec.structs.replace(own, senders=config.generator.count * each)
-    path = config.algorithm.distillation.teacher
+    path = "" if config.algorithm.distillation.is_served else config.algorithm.distillation.teacher
     if not path:
         return own
     teacher, _ = _find_shape_at(path, "algorithm.distillation.teacher")

@@ -39,7 +39,7 @@ def check_teacher(config: Config) -> None:
     """Check that `algorithm.distillation.teacher`, if set, is a model that reads
     the same tokens."""
     name = config.algorithm.distillation.teacher
-    if not name:
+    if not name or config.algorithm.distillation.is_served:
         return
     check_model_files(name, "algorithm.distillation.teacher")
     if Path(config.model.path or "-").is_dir():

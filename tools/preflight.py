@@ -123,7 +123,8 @@ class StartRequest:
     def find_obstacle(self, need: Need) -> str:
         """Return why checks with this need are skipped; "" if they are not."""
         model = self.config.model.path
-        teacher = self.config.algorithm.distillation.teacher
+        distillation = self.config.algorithm.distillation
+        teacher = "" if distillation.is_served else distillation.teacher
         if need == "model" and self.is_dry and model and not Path(model).exists():
             return f"`model.path` = {model!r} is not on this machine"
         if need == "teacher" and self.is_dry and teacher and not Path(teacher).exists():

@@ -109,12 +109,18 @@ class DistillationConfig(Section):
     advantage: in the mean, this is the gradient of KL(learner || teacher)."""
 
     teacher: str = ""
-    """Directory of a Hugging Face model with the same tokenizer. Each rank of the learner holds all
-    of it. Empty: no teacher."""
+    """Directory of a Hugging Face model with the same tokenizer, which the learner's ranks hold; or
+    the address of a vLLM server that serves one, such as `http://HOST:8000/v1`. Empty: no
+    teacher."""
     coef: PositiveFloat = 1.0
     """Factor by which that difference is multiplied."""
     rewards: bool = True
     """Train on rewards as well. Off: distillation alone."""
+
+    @property
+    def is_served(self) -> bool:
+        """True if a server has the teacher."""
+        return self.teacher.startswith(("http://", "https://"))
 
 
 class ClipConfig(Section):

@@ -100,6 +100,8 @@ class Config(Section):
                 "`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "
                 '"scripted" has none'
             )
+        if self.algorithm.distillation.is_served:
+            self._check_served_teacher()
         if not self.episode.temperature:
             raise ValueError(
                 "`episode.temperature` must be greater than 0, got 0: greedy answers are all the "
@@ -125,6 +127,16 @@ class Config(Section):
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
                 "`learner.max_tokens_per_micro_batch` = "
                 f"{self.learner.max_tokens_per_micro_batch}: such a sample could not be trained"
+            )
+
+    def _check_served_teacher(self) -> None:
+        """Raise `ValueError` if a server cannot score the samples: it knows only the whole
+        distribution at temperature 1."""
+        if self.episode.temperature != 1 or self.episode.truncates_sampling:
+            raise ValueError(
+                "`algorithm.distillation.teacher` is served, so it scores tokens at temperature 1 "
+                "over the whole vocabulary: set `episode.temperature` = 1, and leave `top_p`, "
+                "`top_k` and `min_p` unset; or name the directory of its model"
             )
 
     def _check_delivery_of_adapters(self) -> None:

@@ -8,8 +8,8 @@ the token's advantage. It is trained with the same policy loss, trust region and
 rewards, and tokens that are stale or clipped are treated in the same way.
 
 The teacher is a frozen model that the learner's ranks hold beside their own, with the same backend
-and the same sharding. It uses its own routers' choice, at the sample's temperature and over the
-sample's support.
+and the same sharding, or one that is served elsewhere (`served_teacher`). It uses its own routers'
+choice. One that the ranks hold scores at the sample's temperature and over the sample's support.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,25 +26,40 @@ from r3async.config import Config, DistillationConfig
 from r3async.config.learner import LoraConfig, RoutingConfig
 from r3async.learner import build_learner
 from r3async.learner.results import LearnerError
+from r3async.learner.served_teacher import ServedTeacher
 from r3async.untrusted import decode_json_object
 
 if TYPE_CHECKING:
-    from r3async.learner.backend import LearnerBackend
     from r3async.learner.micro_batches import MicroBatch
     from r3async.learner.rank_group import RankGroup
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
+class Teacher(Protocol):
+    """What scores the tokens of samples: a `LearnerBackend`, or `ServedTeacher`."""
+
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, replay: bool, trained_only: bool
+    ) -> list[np.ndarray]:
+        """Return the log-probs of the tokens of each micro-batch, float32 `[T]`. Collective."""
+        ...
+
+
+def load_teacher(config: Config, model_path: Path, ranks: RankGroup) -> Teacher | None:
     """Return the teacher of a learner of `model_path`, or None if none is configured.
 
-    Collective. Raises `LearnerError` if the teacher's tokens are not the learner's, or if the
-    backend does not support it.
+    Collective. Raises `LearnerError` if the teacher's tokens are not the learner's, if the backend
+    does not support it, or if its server does not answer.
     """
     settings = config.algorithm.distillation
     if not settings.teacher:
         return None
+    if settings.is_served:
+        # The other ranks wait for its answers.
+        served = ServedTeacher(settings.teacher, ranks, config.supervise.limits.collective / 2)
+        served.check_tokens(model_path)
+        return served
     check_same_vocabulary(model_path, Path(settings.teacher))
     alone = msgspec.structs.replace(
         config.algorithm, reference_kl=type(config.algorithm.reference_kl)()
@@ -78,7 +93,7 @@ def _read_vocabulary(directory: Path) -> Any:
 
 
 def add_teacher_advantages(
-    teacher: LearnerBackend,
+    teacher: Teacher,
     micro_batches: Sequence[MicroBatch],
     settings: DistillationConfig,
     ranks: RankGroup,

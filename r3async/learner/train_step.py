@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from r3async.checkpoint.rank_files import LearnerStateReader, write_rank_file
-from r3async.learner.distillation import add_teacher_advantages
+from r3async.learner.distillation import Teacher, add_teacher_advantages
 from r3async.learner.drift_metrics import compute_gap_moments
 from r3async.learner.limited_update import update_in_trust_region
 from r3async.learner.metrics import build_minibatch_result
@@ -51,7 +51,7 @@ def train_step(
     *,
     version: int | None = None,
     trace: bool = False,
-    teacher: LearnerBackend | None = None,
+    teacher: Teacher | None = None,
 ) -> list[MinibatchResult]:
     """Make one update for each minibatch in each epoch of the step, on this rank's micro-batches
     of them, which need the column `advantages`. Collective.
@@ -197,7 +197,7 @@ def load_state(
 def add_reference_columns(
     backend: LearnerBackend,
     minibatches: Sequence[Sequence[MicroBatch]],
-    teacher: LearnerBackend | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[list[list[MicroBatch]], list[dict[str, float]]]:
     """Return the minibatches with what depends on the weights before an update, as far as the
     configuration wants it, and the teacher's metrics of each. Collective.

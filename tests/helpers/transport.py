@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import ReceivedTrajectory, TrajectoryReceiver, TrajectorySender
 from r3async.transport.null_socket import TrajectoryValidator
 from r3async.world.curve_keys import ClientKeys, ServerKeys
+from r3async.world.real import RealWorld
 from r3async.world.zmq_sockets import apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)
@@ -143,6 +145,48 @@ class KeepingSender:
 
     def __contains__(self, trajectory_id: str) -> bool:
         return False
+
+
+class SendersByHand(RealWorld):
+    """A world without a network, in which the test says what the senders of a receiver say: it arrives at once. `answers`
+    are the receiver's messages, each with the sender that it is for."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[bytes, control_messages.ControlMessage]] = []
+        self._on_message: Callable[[list[Any]], None] | None = None
+
+    def open_sockets(self) -> Any:
+        async def close() -> None:
+            pass
+
+        return SimpleNamespace(bind_router=self._bind_router, close=close)
+
+    def _bind_router(self, address: str, on_message: Callable[[list[Any]], None], **options: Any) -> Any:
+        self._on_message = on_message
+        return SimpleNamespace(endpoint=address, send=self._keep_answer, receive_pending=lambda: None)
+
+    def _keep_answer(self, frames: Sequence[Any]) -> int:
+        self.answers.append((frames[0], control_messages.decode_control(frames[1])))
+        return 0
+
+    def say(self, sender: bytes, *frames: bytes | memoryview) -> None:
+        assert self._on_message is not None, "the receiver is started"
+        self._on_message([zmq.Frame(frame) for frame in (sender, *frames)])
+
+    def greet(self, *senders: bytes, session: str = "session") -> None:
+        """Let these senders say HELLO, in this order."""
+        for sender in senders:
+            hello = control_messages.Hello(session, sender.decode(), "run", SCHEMA.fingerprint)
+            self.say(sender, control_messages.encode_control(hello))
+
+    def in_hand(self, sender: bytes) -> list[str]:
+        """Return what the receiver tells a sender, which says HELLO again, that it has in hand."""
+        before = len(self.answers)
+        self.greet(sender)
+        welcome = self.answers[-1][1]
+        assert isinstance(welcome, control_messages.Welcome)
+        del self.answers[before:]
+        return welcome.in_hand
 
 
 def keeping_back(lost: Callable[[TrajectoryReceiver, control_messages.Ack], Any]) -> type[TrajectoryReceiver]:

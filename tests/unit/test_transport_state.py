@@ -1,8 +1,12 @@
 """The protocol's state, without sockets."""
 
 import asyncio
+import contextlib
 import itertools
+import pickle
 import random
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,13 +14,11 @@ from hypothesis import strategies as st
 
 from r3async.config import TransportConfig
 from r3async.data import control_messages, wire
-from r3async.data.tokens import SCHEMA
-from r3async.transport import ReceivedTrajectory, TrajectoryLedger, TrajectoryReceiver
-from r3async.transport.intake import IncomingTrajectory
+from r3async.transport import TrajectoryLedger, TrajectoryReceiver
 from r3async.transport.memory_budget import NO_GROUP_LIMIT, MemoryBudget
 from r3async.transport.outbox import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
-from r3async.transport.receiver import MAX_ACK_IDS
-from tests.helpers.transport import LIMIT, SERVER_KEYS, make_trajectory
+from r3async.transport.receiver import ACK_CREDIT_SHARE, MAX_ACK_IDS
+from tests.helpers.transport import LIMIT, SERVER_KEYS, SendersByHand, delivered, make_trajectory, memory_size, until
 
 
 @settings(max_examples=400)
@@ -137,7 +139,7 @@ def test_ledger_is_small_after_a_long_run():
         for episode in range(4):
             ledger.add(group, f"{group}-{episode}")
         ledger.forget_group(group ^ 1)  # A little out of order, as groups end.
-    assert (ledger._accepted_ids, ledger._consumed.beyond_head) == ({}, set())
+    assert len(pickle.dumps(ledger)) < 1000
     assert (17, "17-3") in ledger
     assert ledger.oldest_group == 10_000
 
@@ -305,112 +307,119 @@ def test_what_was_turned_away_says_nothing_of_those_before_it():
     assert outbox.is_overdue(4.1, 1)
 
 
-class Answers:
-    """A receiver's socket, which keeps what is sent."""
+@pytest.fixture
+def senders():
+    return SendersByHand()
 
-    def __init__(self) -> None:
-        self.sent: list[tuple[bytes, control_messages.ControlMessage]] = []
 
-    def send(self, frames) -> int:
-        self.sent.append((frames[0], control_messages.decode_control(frames[1])))
-        return 0
+@contextlib.asynccontextmanager
+async def started_receiver(senders: SendersByHand, credit_bytes: int) -> AsyncIterator[TrajectoryReceiver]:
+    config = TransportConfig(credit_bytes=credit_bytes)
+    receiver = TrajectoryReceiver("run", config, keys=SERVER_KEYS, world=senders)
+    await receiver.start()
+    yield receiver
+    await receiver.close()
 
 
 @pytest.fixture
-def receiver():
-    made = TrajectoryReceiver("run", TransportConfig(credit_bytes=1000), keys=SERVER_KEYS)
-    made._socket = Answers()
-    return made
+async def receiver(senders):
+    async with started_receiver(senders, 1000) as made:
+        yield made
 
 
-def arrival(name: str, *senders: bytes, frames=(), group: int = 0) -> IncomingTrajectory:
-    return IncomingTrajectory(
-        list(senders), control_messages.DeliveryItem(name, group, 10**6, [len(f) for f in frames]), frames
-    )
+def encoded_delivery(index: int, nbytes: int = 10**6) -> list[Any]:
+    return delivered(f"t{index}", 0, nbytes, *wire.encode_trajectory(make_trajectory(index, group=0)))
 
 
-async def test_the_credit_is_divided_among_two_senders(receiver):
-    for sender in (b"one", b"two"):
-        hello = control_messages.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
-        receiver._handle_message(sender, [control_messages.encode_control(hello)])
-    welcomes = [
-        (to, message.at_once) for to, message in receiver._socket.sent if isinstance(message, control_messages.Welcome)
-    ]
+async def test_the_credit_is_divided_among_two_senders(senders, receiver):
+    senders.greet(b"one", b"two")
+    welcomes = [(to, message.at_once) for to, message in senders.answers]
     assert welcomes == [(b"one", 500), (b"two", 250)]
 
 
-async def test_each_of_two_senders_is_told_of_a_new_limit(receiver):
-    for sender in (b"one", b"two"):
-        hello = control_messages.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
-        receiver._handle_message(sender, [control_messages.encode_control(hello)])
-    receiver._socket.sent.clear()
-    receiver._group_limit = 5
-    receiver._announce_limit()
-    assert [(to, message.until) for to, message in receiver._socket.sent] == [
-        (b"one", NO_GROUP_LIMIT),
-        (b"two", NO_GROUP_LIMIT),
-    ]
+async def test_each_of_two_senders_is_told_of_a_new_limit(senders, receiver):
+    senders.greet(b"one", b"two")
+    senders.say(b"one", *delivered("later", 5, 900))
+    senders.answers.clear()
+    senders.say(b"two", *delivered("last", 6, 200))
+    (first, second, rejected) = senders.answers
+    assert [(to, message.until) for to, message in (first, second)] == [(b"one", 1), (b"two", 1)]
+    assert (rejected[0], rejected[1].again) == (b"two", "later")
+    senders.answers.clear()
+    receiver.release_trajectory("later")
+    await asyncio.sleep(0)
+    told = [(to, message.until) for to, message in senders.answers]
+    assert told == [(b"one", NO_GROUP_LIMIT), (b"two", NO_GROUP_LIMIT)]
 
 
-async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own_later(receiver):
-    came = arrival("t0", b"one", b"two", b"three")
-    receiver._intake.add(came)
-    assert receiver.accept(ReceivedTrajectory(make_trajectory(0), 100, came))
-    receiver._send_acks()
-    answers = [(to, getattr(message, "again", "ack")) for to, message in receiver._socket.sent]
+async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own_later(senders, receiver):
+    names = [b"one", b"two", b"three"]
+    senders.greet(*names)
+    senders.answers.clear()
+    for sender in names:
+        senders.say(sender, *encoded_delivery(0))
+    (received,) = await anext(aiter(receiver))
+    assert receiver.accept(received)
+    await until(lambda: len(senders.answers) >= 3)
+    answers = [(to, getattr(message, "again", "ack")) for to, message in senders.answers]
     assert sorted(answers) == [(b"one", "ack"), (b"three", "later"), (b"two", "later")]
 
 
-async def test_what_two_senders_sent_is_in_hand_for_both(receiver):
-    receiver._intake.add(arrival("t0", b"one"))
-    receiver._intake.add(arrival("t1", b"one"))
-    assert receiver._intake.add_duplicate_sender(b"two", "t1")
-    in_hand = [receiver._intake.unanswered_of(sender) for sender in (b"one", b"two")]
-    assert in_hand == [["t0", "t1"], ["t1"]]
+async def test_what_two_senders_sent_is_in_hand_for_both(senders, receiver):
+    senders.greet(b"one", b"two")
+    senders.say(b"one", *delivered("t0", 0, 10**6))
+    senders.say(b"one", *delivered("t1", 0, 10**6))
+    senders.say(b"two", *delivered("t1", 0, 10**6))
+    assert [senders.in_hand(sender) for sender in (b"one", b"two")] == [["t0", "t1"], ["t1"]]
 
 
-async def test_more_acknowledgements_than_a_message_holds_come_in_several(receiver):
-    names = [f"t{number}" for number in range(MAX_ACK_IDS + 3)]
-    receiver._pending_acks = {b"one": names, b"two": names[:1]}
-    receiver._send_acks()
-    acked = [(to, len(message.ids)) for to, message in receiver._socket.sent]
+async def test_more_acknowledgements_than_a_message_holds_come_in_several(senders, monkeypatch):
+    """Here they are sent when the last is accepted, because as many bytes then wait for them as two senders may have."""
+    monkeypatch.setattr("r3async.transport.receiver.ACK_DELAY_SECONDS", LIMIT)
+    count = MAX_ACK_IDS + 4
+    async with started_receiver(senders, count * 10**6 * ACK_CREDIT_SHARE * 2) as receiver:
+        senders.greet(b"one", b"two")
+        senders.answers.clear()
+        for index in range(count):
+            senders.say(b"two" if index == 5 else b"one", *encoded_delivery(index))
+        batches = aiter(receiver)
+        while receiver.received < count:
+            assert senders.answers == []
+            for received in await asyncio.wait_for(anext(batches), LIMIT):
+                assert receiver.accept(received)
+    acked = [(to, len(message.ids)) for to, message in senders.answers]
     assert acked == [(b"one", MAX_ACK_IDS), (b"one", 3), (b"two", 1)]
 
 
-def encoded_arrival(index: int) -> IncomingTrajectory:
-    frames = [bytes(frame) for frame in wire.encode_trajectory(make_trajectory(index))]
-    item = control_messages.DeliveryItem(f"t{index}", 0, 10**6, list(map(len, frames)))
-    pieces = control_messages.encode_delivery("s", [item], [frames])[1:]
-    return IncomingTrajectory([b"one"], item, [bytes(piece) for piece in pieces])
-
-
-async def test_answers_come_in_the_order_of_deliveries_also_around_one_that_came_damaged(receiver):
-    arrivals = [encoded_arrival(index) for index in range(3)]
-    arrivals[1].frames = [b"damaged"]
-    for came in arrivals:
-        receiver._intake.add(came)
+async def test_answers_come_in_the_order_of_deliveries_also_around_one_that_came_damaged(senders, receiver):
+    senders.greet(b"one")
+    senders.answers.clear()
+    nbytes = memory_size(make_trajectory(0))  # so little that they are decoded together
+    senders.say(b"one", *encoded_delivery(0, nbytes))
+    senders.say(b"one", *delivered("t1", 0, nbytes, b"damaged"))
+    senders.say(b"one", *encoded_delivery(2, nbytes))
     batches = aiter(receiver)
     for index in (0, 2):
         (received,) = await anext(batches)
-        assert received.trajectory == make_trajectory(index)
+        assert received.trajectory == make_trajectory(index, group=0)
         await receiver.reject(received, "too old")
-    assert [message.again for _, message in receiver._socket.sent] == ["never", "damaged", "never"]
-    assert len(receiver._intake) == receiver.unreleased_bytes == 0
+    assert [message.again for _, message in senders.answers] == ["never", "damaged", "never"]
+    assert (senders.in_hand(b"one"), receiver.unreleased_bytes) == ([], 0)
 
 
-async def test_what_the_learner_does_not_answer_is_forgotten_and_may_come_again(receiver):
-    came = encoded_arrival(0)
+async def test_what_the_learner_does_not_answer_is_forgotten_and_may_come_again(senders, receiver):
+    senders.greet(b"one")
     batches = aiter(receiver)
-    receiver._receive_item(b"one", came.item, came.frames)
+    senders.say(b"one", *encoded_delivery(0))
     await anext(batches)
-    assert (len(receiver._intake), receiver.unreleased_bytes) == (1, 10**6)
+    assert (senders.in_hand(b"one"), receiver.unreleased_bytes) == (["t0"], 10**6)
     waiting = asyncio.create_task(anext(batches))
     await asyncio.sleep(0.01)
-    assert (len(receiver._intake), receiver.unreleased_bytes) == (0, 0)
-    receiver._receive_item(b"one", came.item, came.frames)
+    assert (senders.in_hand(b"one"), receiver.unreleased_bytes) == ([], 0)
+    senders.say(b"one", *encoded_delivery(0))
     (received,) = await asyncio.wait_for(waiting, LIMIT)
     assert receiver.accept(received)
-    assert (len(receiver._intake), receiver.received, receiver.unreleased_bytes) == (0, 1, received.nbytes)
+    assert (senders.in_hand(b"one"), receiver.received, receiver.unreleased_bytes) == ([], 1, received.nbytes)
 
 
 def test_an_outbox_requeues_in_the_order_of_sending_and_before_the_rest():

@@ -15,6 +15,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data import control_messages, wire
-from r3async.data.tokens import SCHEMA, Trajectory, format_trajectory_id, is_trajectory_of_group
+from r3async.data.tokens import Trajectory, format_trajectory_id, is_trajectory_of_group
 from r3async.data.wire_frames import PIECE_BYTES, WireError, join_pieces, split_frames
 from r3async.transport import TrajectoryReceiver
 from r3async.transport.spool import Spool
@@ -42,8 +43,10 @@ from tests.helpers.transport import (
     SERVER_KEYS,
     SLOW,
     Inbox,
+    SendersByHand,
     deliver_all,
     delivered,
+    encoded,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -256,7 +259,9 @@ def test_the_limit_of_descriptors_is_raised_and_where_it_cannot_be_the_door_is_c
     assert done == ([] if raised is None else [(raised, hard)])
 
 
-WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100
+WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 3000, 6000
+SMALL = 2000
+"""Bytes, some more than a trajectory of no token takes in memory."""
 
 
 def name_of(group: int, episode: int, rng: random.Random) -> str:
@@ -266,10 +271,15 @@ def name_of(group: int, episode: int, rng: random.Random) -> str:
     )
 
 
-@settings(max_examples=150)
-@given(rng=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
-def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, actions):
-    """Any deliveries of many senders: wrong groups, sizes and names, one trajectory by several, the window's over and over."""
+def frames_of(name: str, group: int) -> list[bytes | memoryview]:
+    """Return the frames of a trajectory of no token."""
+    return encoded(msgspec.structs.replace(make_trajectory(0, 0), trajectory_id=name, group_index=group))
+
+
+async def claim_anything(rng: random.Random, actions: int) -> None:
+    """Deliver to a learner what many senders claim, and train the oldest group from time to time. What it holds must be
+    known and bounded all the while."""
+    senders = SendersByHand()
     receiver = TrajectoryReceiver(
         "run",
         TransportConfig(credit_bytes=CREDIT),
@@ -277,33 +287,52 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
         group_size=SAMPLES,
         window=WINDOW,
         max_trajectory_bytes=LARGEST,
+        world=senders,
     )
-    capacity, oldest, most = receiver._memory, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
-    senders = [f"sender-{i}".encode() for i in range(8)]
-    for sender in senders:
-        receiver._handle_message(
-            sender, [control_messages.encode_control(control_messages.Hello("s", "x", "run", SCHEMA.fingerprint))]
-        )
+    await receiver.start()
+    oldest, most = 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
+    held: dict[str, int] = {}
+    names = [f"sender-{i}".encode() for i in range(8)]
+    senders.greet(*names)
+
+    async def accept_all() -> None:
+        async for batch in receiver:
+            for received in batch:
+                assert receiver.accept(received)
+                held[received.trajectory.trajectory_id] = received.nbytes
+
+    accepting = asyncio.create_task(accept_all())
     for _ in range(actions):
-        receiver._announce_scheduled = True  # as if an event loop would: it is done below
+        senders.answers.clear()
         if rng.random() < 0.8:
             group, episode = rng.choice([0, oldest, oldest + 1, oldest + 2, -1, 10**9]), rng.randint(0, SAMPLES)
-            nbytes = rng.choice([1, 20, LARGEST, 60, 2**40])
-            payload, sender = b"x" * rng.choice([1, 20, LARGEST]), rng.choice(senders)
-            receiver._handle_message(
-                sender, delivered(name_of(group, episode, rng), group, nbytes, payload, session="s")
-            )
+            name, nbytes = name_of(group, episode, rng), rng.choice([1, SMALL, LARGEST, LARGEST + 10, 2**40])
+            frames = rng.choice([frames_of(name, max(0, group)), [b"x"], [b"x" * LARGEST]])
+            senders.say(rng.choice(names), *delivered(name, group, nbytes, *frames))
+            if not any(
+                isinstance(answer, control_messages.Ack | control_messages.Reject) for _, answer in senders.answers
+            ):
+                held.setdefault(name, nbytes)
         else:
+            while any(senders.in_hand(name) for name in names):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _, answer in senders.answers:
+                if isinstance(answer, control_messages.Reject) and answer.again == "damaged":
+                    del held[answer.trajectory_id]
+            receiver.forget_group(oldest)
             for episode in range(SAMPLES):
-                receiver._intake._unanswered.pop(format_trajectory_id(oldest, episode), None)
-            receiver.ledger.forget_group(oldest)
-            for episode in range(SAMPLES):
-                capacity.release_trajectory(format_trajectory_id(oldest, episode))
+                held.pop(format_trajectory_id(oldest, episode), None)
             oldest += 1
-            capacity.advance_window(oldest)
-        receiver._announce_limit()
-        assert capacity.reserved_bytes <= most
-        assert set(capacity._reserved) == set(receiver._intake._unanswered)
+        assert receiver.unreleased_bytes == sum(held.values()) <= most
+    accepting.cancel()
+    await receiver.close()
+
+
+@settings(max_examples=150)
+@given(rng=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
+def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, actions):
+    """Any deliveries of many senders: wrong groups, sizes and names, one trajectory by several, the window's over and over."""
+    asyncio.run(claim_anything(rng, actions))
 
 
 async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_episodes_may():
@@ -361,7 +390,7 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
         for peer in (first, second):
             await peer.send(HELLO)
             await peer.send(*delivered("t1", 5, nbytes, *frames))
-            await until(lambda: len(receiver._intake))
+            await until(lambda: receiver.unreleased_bytes)
         await until(lambda: receiver.sender_count == 2)
         assert await second.answer(0.2) is None
         assert receiver.unreleased_bytes == nbytes

@@ -189,26 +189,62 @@ class SendersByHand(RealWorld):
         return welcome.in_hand
 
 
-def keeping_back(lost: Callable[[TrajectoryReceiver, control_messages.Ack], Any]) -> type[TrajectoryReceiver]:
-    """Return a kind of receiver whose acknowledgements are not sent if they are `lost(receiver, acknowledgement)`."""
+class TappedWorld(RealWorld):
+    """A world whose sockets keep the control messages that they `sent`, and those that they `received`, once these are
+    handled. What is `lost` is not sent."""
 
-    class Keeping(TrajectoryReceiver):
-        def _send_message(self, identity: bytes, message: control_messages.ControlMessage) -> None:
-            if not (isinstance(message, control_messages.Ack) and lost(self, message)):
-                super()._send_message(identity, message)
+    def __init__(self, lost: Callable[[control_messages.ControlMessage], Any] = lambda message: False):
+        self.lost = lost
+        self.sent: list[control_messages.ControlMessage] = []
+        self.received: list[control_messages.ControlMessage] = []
 
-    return Keeping
+    @property
+    def turned_away(self) -> int:
+        """The number of trajectories that a sender was told to send again later."""
+        return sum(isinstance(m, control_messages.Reject) and m.again == "later" for m in self.received)
+
+    def open_sockets(self) -> Any:
+        sockets = super().open_sockets()
+
+        def bind_router(address: str, on_message: Callable[[list[Any]], None], **options: Any) -> Any:
+            return self._tap(sockets.bind_router(address, self._hear(on_message, 1), **options), 1)
+
+        def connect_dealer(endpoint: str, name: bytes, on_message: Callable[[list[Any]], None], **options: Any) -> Any:
+            return self._tap(sockets.connect_dealer(endpoint, name, self._hear(on_message, 0), **options), 0)
+
+        return SimpleNamespace(bind_router=bind_router, connect_dealer=connect_dealer, close=sockets.close)
+
+    def _hear(self, on_message: Callable[[list[Any]], None], control_at: int) -> Callable[[list[Any]], None]:
+        def hear(frames: list[Any]) -> None:
+            on_message(frames)
+            self.received.append(control_messages.decode_control(frames[control_at].bytes))
+
+        return hear
+
+    def _tap(self, socket: Any, control_at: int) -> Any:
+        send = socket.send
+
+        def tapped_send(frames: Sequence[Any]) -> int:
+            message = control_messages.decode_control(frames[control_at])
+            if self.lost(message):
+                return 0
+            self.sent.append(message)
+            return send(frames)
+
+        socket.send = tapped_send
+        return socket
+
+
+def losing_acks(lost: Callable[[control_messages.Ack], Any]) -> TappedWorld:
+    """Return a world for a receiver whose acknowledgements do not arrive if they are `lost`."""
+    return TappedWorld(lambda message: isinstance(message, control_messages.Ack) and lost(message))
 
 
 @contextlib.asynccontextmanager
 async def receiving(
-    inbox: Inbox,
-    config: TransportConfig = FAST,
-    kind: type[TrajectoryReceiver] = TrajectoryReceiver,
-    run_id: str = "run",
-    **options: Any,
+    inbox: Inbox, config: TransportConfig = FAST, run_id: str = "run", **options: Any
 ) -> AsyncIterator[tuple[TrajectoryReceiver, str]]:
-    receiver = kind(run_id, config, **{"keys": SERVER_KEYS, **options})
+    receiver = TrajectoryReceiver(run_id, config, **{"keys": SERVER_KEYS, **options})
     try:
         yield receiver, await asyncio.wait_for(inbox.start(receiver), LIMIT)
     finally:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import itertools
 import os
 import signal
 import subprocess
@@ -18,17 +17,18 @@ import pytest
 
 from r3async.config import TransportConfig
 from r3async.data import control_messages
-from r3async.transport import TrajectoryReceiver, TrajectorySender, TransportError
+from r3async.transport import TransportError
 from r3async.world.real import RealWorld
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
     SLOW,
     Inbox,
+    TappedWorld,
     deliver_all,
     delivered,
     free_port,
-    keeping_back,
+    losing_acks,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -70,25 +70,22 @@ async def test_many_senders_share_the_memory_and_all_is_delivered():
 
 
 @pytest.mark.parametrize("at_once", [40, 160])
-async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(monkeypatch, sent_together, at_once):
-    said: Counter[str] = Counter()
-    for kind in (TrajectorySender, TrajectoryReceiver):
-
-        def count(self: Any, *message: Any, send: Any = kind._send_message) -> None:
-            said[type(message[-1]).__name__] += 1
-            send(self, *message)
-
-        monkeypatch.setattr(kind, "_send_message", count)
+async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(at_once):
+    world = TappedWorld()
     trajectories = [make_trajectory(i) for i in range(160)]
     inbox = Inbox()
-    async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
+    async with receiving(inbox, SLOW, world=world) as (_, endpoint), sending(endpoint, SLOW, world=world) as sender:
         async with asyncio.timeout(LIMIT):
             await asyncio.gather(*(send_all(sender, trajectories[i::at_once]) for i in range(at_once)))
         assert await sender.flush(LIMIT) == 0
     assert inbox.once({f"t{i}" for i in range(160)})
-    assert said.pop("Ack") <= 160
-    assert said == {"Hello": 1, "Welcome": 1}
-    assert sorted(itertools.chain(*sent_together)) == sorted(f"t{i}" for i in range(160))
+    kinds = Counter(type(message) for message in world.sent)
+    assert kinds.pop(control_messages.Ack) <= 160
+    assert kinds.pop(control_messages.Deliver) <= 160
+    assert kinds == {control_messages.Hello: 1, control_messages.Welcome: 1}
+    deliveries = [message for message in world.sent if isinstance(message, control_messages.Deliver)]
+    delivered_ids = [item.trajectory_id for message in deliveries for item in message.items]
+    assert sorted(delivered_ids) == sorted(f"t{i}" for i in range(160))
 
 
 class LateWorld(RealWorld):
@@ -116,11 +113,11 @@ async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
 @pytest.mark.parametrize("restored", [True, False])
 async def test_receiver_restarts_on_the_same_port(restored: bool):
     """With its ledger: each once. Without: what was accepted and not acknowledged comes twice, but nothing is lost."""
-    port, deaf = free_port(), keeping_back(lambda receiver, _: receiver.received >= 10)
+    port, deaf = free_port(), losing_acks(lambda _: first.received >= 10)
     trajectories = [make_trajectory(i) for i in range(60)]
     inbox = Inbox()
     async with contextlib.AsyncExitStack() as stack:
-        async with receiving(inbox, kind=deaf, port=port) as (first, endpoint):
+        async with receiving(inbox, world=deaf, port=port) as (first, endpoint):
             sender = await stack.enter_async_context(sending(endpoint))
             feed = asyncio.create_task(send_all(sender, trajectories))
             await until(lambda: first.received >= 20)
@@ -141,8 +138,8 @@ async def test_receiver_restarts_on_the_same_port(restored: bool):
 
 async def test_lost_acknowledgement():
     inbox, lost = Inbox(), iter([True, True])
-    kind = keeping_back(lambda *_: next(lost, False))
-    async with receiving(inbox, kind=kind) as (receiver, endpoint), sending(endpoint) as sender:
+    world = losing_acks(lambda _: next(lost, False))
+    async with receiving(inbox, world=world) as (receiver, endpoint), sending(endpoint) as sender:
         await deliver_all(sender, [make_trajectory(i) for i in range(5)])
         assert receiver.duplicates >= 2
         assert sender.resent >= 2
@@ -152,10 +149,13 @@ async def test_lost_acknowledgement():
 
 async def test_cancelled_send_is_not_sent():
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=memory_size(make_trajectory(1)) + 10)
-    inbox = Inbox(hold=True)
-    async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
+    inbox, world = Inbox(hold=True), TappedWorld()
+    async with (
+        receiving(inbox, config, window=0) as (receiver, endpoint),
+        sending(endpoint, config, world=world) as sender,
+    ):
         await send_all(sender, [make_trajectory(0), make_trajectory(1)])
-        await until(lambda: sender.sent == 2 and not sender._outbox.in_flight)
+        await until(lambda: sender.acked == world.turned_away == 1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sender.send(make_trajectory(2)), 0.3)
         assert sender.unacknowledged == 1  # that was sent once: it may be accepted
@@ -168,12 +168,12 @@ async def test_cancelled_send_is_not_sent():
 
 async def test_the_same_trajectory_twice_at_once_is_an_error():
     config = TransportConfig(credit_bytes=1)
-    inbox = Inbox(hold=True)
-    async with receiving(inbox, config, window=0) as (_, endpoint), sending(endpoint, config) as sender:
+    inbox, world = Inbox(hold=True), TappedWorld()
+    async with receiving(inbox, config, window=0) as (_, endpoint), sending(endpoint, config, world=world) as sender:
         await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
         await until(lambda: "t0" in inbox.seen)
         await asyncio.wait_for(sender.send(make_trajectory(3)), LIMIT)  # which does not fit
-        await until(lambda: not sender._outbox.in_flight)
+        await until(lambda: sender.acked == world.turned_away == 1)
         task = asyncio.create_task(sender.send(make_trajectory(1)))
         await until(lambda: sender.unacknowledged == 2)
         with pytest.raises(TransportError, match="'t1' is being sent already"):
@@ -211,20 +211,31 @@ async def test_a_sender_that_is_silent_is_forgotten_and_says_hello_again():
     assert receiver.rejected == 0
 
 
-async def test_a_sender_that_lacks_descriptors_when_it_connects_again_tries_until_it_has_one(monkeypatch, caplog):
-    inbox, port, config = Inbox(), free_port(), TransportConfig(ack_timeout=0.2)
-    async with sending(f"tcp://127.0.0.1:{port}", config) as sender:
-        dealer, refused = sender._sockets.connect_dealer, []
+class FullWorld(RealWorld):
+    """A world that has no descriptor for a dealer after the first, for `times` times."""
 
-        def full(*args: Any, **facts: Any) -> Any:
-            if len(refused) < 5:
-                refused.append(args)
+    def __init__(self, times: int):
+        self.times = times
+        self.connected = self.refused = 0
+
+    def open_sockets(self) -> Any:
+        sockets = super().open_sockets()
+
+        def connect_dealer(*args: Any, **options: Any) -> Any:
+            if self.connected and self.refused < self.times:
+                self.refused += 1
                 raise OSError(errno.EMFILE, "Too many open files")
-            return dealer(*args, **facts)
+            self.connected += 1
+            return sockets.connect_dealer(*args, **options)
 
-        monkeypatch.setattr(sender._sockets, "connect_dealer", full)
+        return SimpleNamespace(connect_dealer=connect_dealer, close=sockets.close)
+
+
+async def test_a_sender_that_lacks_descriptors_when_it_connects_again_tries_until_it_has_one(caplog):
+    inbox, port, config, world = Inbox(), free_port(), TransportConfig(ack_timeout=0.2), FullWorld(5)
+    async with sending(f"tcp://127.0.0.1:{port}", config, world=world) as sender:
         sending_one = asyncio.create_task(sender.send(make_trajectory(1)))
-        await until(lambda: len(refused) == 5)  # nobody answers, so it connects again
+        await until(lambda: world.refused == 5)  # nobody answers, so it connects again
         async with receiving(inbox, config, port=port):
             await asyncio.wait_for(sending_one, LIMIT)
             assert await sender.flush(LIMIT) == 0

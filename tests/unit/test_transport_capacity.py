@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from r3async.config import TransportConfig
 from r3async.data import control_messages
+from r3async.data.control_messages import Welcome
 from r3async.data.tokens import Trajectory
 from r3async.data.wire_frames import WireError
 from r3async.transport import TransportError, encoding_queue, intake
@@ -22,10 +23,11 @@ from tests.helpers.transport import (
     LIMIT,
     SLOW,
     Inbox,
+    TappedWorld,
     deliver_all,
     delivered,
     encoded,
-    keeping_back,
+    losing_acks,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -67,15 +69,16 @@ async def test_back_pressure():
 
 async def test_the_groups_of_the_next_step_are_sent_while_nothing_else_is():
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=memory_size(make_trajectory(0)))
-    inbox = Inbox(hold=True)
+    inbox, world, other_world = Inbox(hold=True), TappedWorld(), TappedWorld()
     async with (
         receiving(inbox, config, window=2) as (receiver, endpoint),
-        sending(endpoint, config) as sender,
-        sending(endpoint, config, "g1") as other,
+        sending(endpoint, config, world=world) as sender,
+        sending(endpoint, config, "g1", world=other_world) as other,
     ):
         await send_all(sender, [make_trajectory(i, group=i) for i in (5, 6)])
-        await until(lambda: sender.unacknowledged == 1 and not sender._outbox.in_flight)
-        await until(lambda: other._group_limit <= 2)  # told too, or it sends once more and is sent it back
+        await until(lambda: sender.acked == world.turned_away == 1)
+        # The other is told, too, or it sends once more and is sent it back.
+        await until(lambda: any(isinstance(m, Welcome) and m.until <= 2 for m in other_world.received))
         waiting = [asyncio.create_task(s.send(make_trajectory(i, group=i))) for s, i in ((sender, 3), (other, 2))]
         await send_all(sender, [make_trajectory(0, group=0)])
         await send_all(other, [make_trajectory(1, group=1)])
@@ -96,10 +99,13 @@ async def test_a_message_larger_than_the_memory_passes_alone():
     small, large = make_trajectory(0), make_trajectory(1, 5000)
     config = TransportConfig(ack_timeout=0.3, credit_bytes=2 * memory_size(small))
     assert memory_size(large) > config.credit_bytes
-    inbox = Inbox(hold=True)
-    async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
+    inbox, world = Inbox(hold=True), TappedWorld()
+    async with (
+        receiving(inbox, config, window=0) as (receiver, endpoint),
+        sending(endpoint, config, world=world) as sender,
+    ):
         await send_all(sender, [small, large])
-        await until(lambda: sender.sent == 2 and not sender._outbox.in_flight)
+        await until(lambda: sender.acked == 1 and world.turned_away)
         after = asyncio.create_task(sender.send(make_trajectory(2)))
         await asyncio.sleep(0.5)
         # The last one would fit, but must not starve the large one.
@@ -116,8 +122,8 @@ async def test_a_message_larger_than_the_memory_passes_alone():
 async def test_no_more_is_in_flight_than_may_be_at_once():
     config = TransportConfig(ack_timeout=0.5, credit_bytes=6 * memory_size(make_trajectory(0)))
     inbox, silent = Inbox(), [True]
-    kind = keeping_back(lambda *_: silent)
-    async with receiving(inbox, config, kind) as (_, endpoint), sending(endpoint, config) as sender:
+    world = losing_acks(lambda _: silent)
+    async with receiving(inbox, config, world=world) as (_, endpoint), sending(endpoint, config) as sender:
         feed = asyncio.create_task(send_all(sender, [make_trajectory(i) for i in range(10)]))
         await until(lambda: sender.sent)
         await asyncio.sleep(0.2)
@@ -306,8 +312,8 @@ async def test_what_waits_for_others_that_do_not_come_goes_after_a_while_or_with
 
 async def test_what_is_accepted_at_about_the_same_time_is_acknowledged_together():
     acks: list[int] = []
-    kind = keeping_back(lambda _, ack: acks.append(len(ack.ids)))  # none of them
-    async with receiving(Inbox(), SLOW, kind) as (_, endpoint), sending(endpoint, SLOW) as sender:
+    world = losing_acks(lambda ack: acks.append(len(ack.ids)))  # none of them
+    async with receiving(Inbox(), SLOW, world=world) as (_, endpoint), sending(endpoint, SLOW) as sender:
         await deliver_all(sender, [make_trajectory(i) for i in range(60)])
     assert sum(acks) == 60
     assert len(acks) <= 40, "by themselves they would be 60; how many come together depends on the machine"

@@ -1,6 +1,7 @@
 """The conductor's watch: which stage is blamed, and what is done about it. Generators and learner are stand-ins."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,13 +15,14 @@ import pytest
 from r3async.actors.fleet import Fleet
 from r3async.actors.learner import LearnerStatus
 from r3async.actors.lease_dispatcher import LeaseDispatcher
-from r3async.actors.process import PolledCall, ProcessLost, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.run_ahead import AdmissionController
 from r3async.schedule.watchdog import Stall, Watchdog
 from r3async.world.real import REAL_WORLD
 from r3async.world.stack_dumps import dump_stacks
+from tests.helpers.transport import until
 from tests.helpers.world import Clock, Outside, Reports, StandIn
 
 STALL = 100.0
@@ -28,15 +30,20 @@ LIMITS = {"training": 3600.0, "publishing": 230.0, "installing": 165.0}
 
 
 class Actor(StandIn):
-    """Answers `dump_stacks`, and `status` with `says`; nothing at all while it is `deaf`."""
+    """Answers `dump_stacks`, `get_status` with `says`, and `missing_episodes` with `lacks`; nothing at all while it is
+    `deaf`."""
 
     def __init__(self):
         self.deaf, self.reasons = False, []
         self.says = LearnerStatus(pid=11, host="far", doing="between steps", lacking={4: [1]})
+        self.lacks = {}
+        self.asked = []
 
     async def answer(self, name, *args):
-        if self.deaf:
-            await asyncio.sleep(60)
+        self.asked.append(name)
+        await until(lambda: not self.deaf)
+        if name == "missing_episodes":
+            return self.lacks
         self.reasons += args
         return self.says
 
@@ -74,7 +81,6 @@ class Run:
             write_seconds=200.0,
             stop_requested=self.stop_requested,
         )
-        self.watch._learner_status = self.learner.says
         self.first = self.fleet["generator-0"]
 
     @staticmethod
@@ -84,6 +90,45 @@ class Run:
     def lease_all(self):
         while self.admission.lease_group("generator-1", free_episodes=4):
             pass
+
+    @contextlib.asynccontextmanager
+    async def watching(self):
+        """Let the watch look at everything again and again."""
+        task = asyncio.create_task(self.watch.run())
+        yield task
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def let_look(self):
+        """Wait until the watch has the learner's next answer, or, while that is deaf, until it waits for one. Then the watch
+        sleeps."""
+
+        def answering():
+            return self.watch.watchdog.describe_stages().get("answering/learner", {"done": 0, "waiting": 0})
+
+        before = answering()["done"]
+        async with asyncio.timeout(10):
+            while not (answering()["waiting"] if self.learner.deaf else answering()["done"] > before):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    def all_answer(self):
+        for generator in self.fleet:
+            self.fleet.note_answer(generator)
+
+    async def stand_still(self, seconds):
+        """Let the watch see that nothing has moved for so many seconds although all generators answer, and do what follows.
+        Raises what that raises."""
+        async with self.watching() as task:
+            self.all_answer()
+            await self.let_look()
+            self.clock.now += seconds
+            self.all_answer()
+            await until(lambda: task.done() or self.events)
+            looking = asyncio.create_task(self.let_look())
+            await asyncio.wait([looking, task], return_when=asyncio.FIRST_COMPLETED)
+            looking.cancel()
+            if task.done():
+                await task
 
     def after(self, seconds, each=lambda second: None):
         """Stages that have stalled when it was looked for so long."""
@@ -95,9 +140,22 @@ class Run:
         return [stall.stage for stall in self.watch.watchdog.find_stalls()]
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr("r3async.actors.stalls.STALL_CHECK_SECONDS", 0.005)
+
+
+async def begun(tmp_path, *overrides):
+    """Return a run whose watch has the learner's first answer."""
+    run = Run(tmp_path, *overrides)
+    async with run.watching():
+        await run.let_look()
+    return run
+
+
 @pytest.fixture
-def run(tmp_path):
-    run = Run(tmp_path)
+async def run(tmp_path):
+    run = await begun(tmp_path)
     run.lease_all()
     return run
 
@@ -127,8 +185,8 @@ def test_slow_episodes_are_no_stall(run, counter):
     assert run.after(5 * STALL, play) == []
 
 
-def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_the_run_rests(tmp_path):
-    run = Run(tmp_path)
+async def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_the_run_rests(tmp_path):
+    run = await begun(tmp_path)
     run.loads["generator-1"] = run.load(playing=1)
     run.evaluator.is_running = True
 
@@ -181,22 +239,22 @@ def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
 
 
 async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
-    run = Run(tmp_path, "supervise.silence_seconds=10")
+    run = await begun(tmp_path, "supervise.silence_seconds=10")
     assert run.admission.lease_group("generator-0", free_episodes=4)
-    run.learner.says = {0: [1, 3]}
+    run.learner.lacks = {0: [1, 3]}
 
     async def look_after(seconds):
         run.clock.now += seconds
         run.fleet.note_answer(run.fleet["generator-1"])
-        run.fleet.check_silence()
-        run.watch._requeue_overdue()
-        await asyncio.sleep(0.01)
+        for _ in range(4):  # one that is passed over because the clock has jumped, and what it begins
+            await run.let_look()
         return run.admission.list_leased_groups("generator-0")
 
-    assert await look_after(11) == [0]
-    assert run.first.state == "suspect"
-    assert await look_after(8) == [0]
-    assert await look_after(2) == []
+    async with run.watching():
+        assert await look_after(11) == [0]
+        assert run.first.state == "suspect"
+        assert await look_after(8) == [0]
+        assert await look_after(2) == []
     returned = {"generator": "generator-0", "pid": 21, "seconds": 21.0, "leased_again": [0]}
     assert run.events[-1] == ("leases_returned", returned)
     again = run.admission.lease_group("generator-1", free_episodes=4)
@@ -204,62 +262,65 @@ async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_ha
 
 
 async def test_one_that_answers_while_the_learner_is_asked_keeps_its_groups(tmp_path):
-    run = Run(tmp_path, "supervise.silence_seconds=10")
+    run = await begun(tmp_path, "supervise.silence_seconds=10")
     assert run.admission.lease_group("generator-0", free_episodes=4)
     run.clock.now += 25
-    run.fleet.check_silence()
-    run.learner.says = {0: [1, 3]}
-    run.watch._requeue_overdue()
-    run.fleet.note_answer(run.first)
-    await asyncio.sleep(0.01)
+    run.learner.lacks = {0: [1, 3]}
+    run.learner.deaf = True
+    async with run.watching():
+        await until(lambda: "missing_episodes" in run.learner.asked)
+        run.fleet.note_answer(run.first)
+        run.learner.deaf = False
+        for _ in range(3):
+            await run.let_look()
     assert run.admission.list_leased_groups("generator-0") == [0]
 
 
 async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run):
-    await run.watch._status_call.poll_answer(0.001)
     assert run.after(2 * STALL) == []
     run.learner.deaf = True
-    await run.watch._status_call.poll_answer(0.001)
-    await run.watch._status_call.poll_answer(0.001)
-    assert run.after(STALL + 10) == ["answering/learner"]
-    await run.watch._status_call.cancel()
+    async with run.watching():
+        await run.let_look()
+        assert run.after(STALL + 10) == ["answering/learner"]
 
 
-async def test_a_learner_that_is_frozen_in_a_step_is_not_judged_by_what_it_said_before(run):
+async def test_a_learner_that_is_frozen_in_a_step_is_not_judged_by_what_it_said_before(tmp_path):
     """Its step was taken for stalled, which ends the run, before its silence was, which restarts the learner."""
+    run = await begun(tmp_path, "supervise.on_stall=warn")
+    run.lease_all()
     step = run.watch.config.supervise.limits.step
     run.learner.says.doing = "training"
-    run.watch._learner_status = run.learner.says
     assert run.after(step - STALL / 2) == []
     run.learner.deaf = True
-    await run.watch._status_call.poll_answer(0.001)
-    assert run.after(STALL - 10) == []
-    assert run.after(20) == ["answering/learner"]
-    await run.watch._status_call.cancel()
-    run.watch._status_call = PolledCall(run.learner.call)
-    assert run.after(0) == []
-    assert run.after(STALL / 2 + 10) == ["training"]
-
-
-def stall(stage):
-    return Stall(stage, 123.4, STALL, done=5, waiting=3)
+    async with run.watching():
+        await run.let_look()
+        assert run.after(STALL - 10) == []
+        assert run.after(20) == ["answering/learner"]
+        run.learner.deaf = False
+        await run.let_look()
+        assert run.after(0) == []
+        assert run.after(STALL / 2 + 10) == ["training"]
 
 
 async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
-    run = Run(tmp_path, "supervise.on_stall=warn")
-    run.watch.observe_stages()
-    await run.watch._handle_stall(stall("training"))
+    run = await begun(tmp_path, "supervise.on_stall=warn")
+    run.lease_all()
+    run.loads["generator-0"] = run.load(playing=3)
+    await run.stand_still(123.4)
     ((event, facts),) = run.events
-    assert (event, facts["stage"], facts["seconds"], facts["action"]) == ("stalled", "training", 123.4, "warn")
-    assert facts["queues"]["playing/generator-0"]["waiting"] == 1
+    assert (event, facts["stage"]) == ("stalled", "playing/generator-0")
+    assert (facts["seconds"], facts["limit"], facts["waiting"], facts["action"]) == (123.4, STALL, 3, "warn")
+    assert facts["queues"]["playing/generator-0"]["waiting"] == 3
     assert facts["learner"].lacking == {4: [1]}
     assert [g["state"] for g in facts["generators"]] == ["healthy", "healthy"]
     assert "test_a_warning_only_says_it" in (tmp_path / "stacks" / "conductor.txt").read_text()
-    assert all(actor.reasons == ["training did nothing for 123 s"] for actor in (run.learner, *run.handles))
+    assert all(actor.reasons == ["playing/generator-0 did nothing for 123 s"] for actor in (run.learner, *run.handles))
+    assert run.world.killed == []
 
 
 async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
-    await run.watch._handle_stall(stall("playing/generator-0"))
+    run.loads["generator-0"] = run.load(playing=3)
+    await run.stand_still(123.4)
     assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
     assert run.first.end_reason.startswith("generator-0, in `playing`, did nothing")
@@ -267,40 +328,72 @@ async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
 
 async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once(run):
     """Or the second restart would end the process that the first one has begun."""
-    stages = ("playing/generator-0", "sending/generator-0", "playing/generator-1")
-    await run.watch._handle_stalls([Stall(stage, 101.0, STALL, 5, 1) for stage in stages])
+    run.loads["generator-0"] = run.load(playing=1, unacknowledged=1)
+    run.loads["generator-1"] = run.load(playing=1)
+    await run.stand_still(101.0)
     assert run.world.killed == [(run.handles[0], True), (run.handles[1], True)]
-    assert [facts["stage"] for event, facts in run.events if event == "stalled"] == [stages[0], stages[2]]
+    stalled = [facts["stage"] for event, facts in run.events if event == "stalled"]
+    assert stalled == ["playing/generator-0", "playing/generator-1"]
+    assert run.after(0) == ["playing/generator-0", "sending/generator-0", "playing/generator-1"]
 
 
 async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch):
     monkeypatch.setattr("r3async.actors.process.KILL_AFTER_SECONDS", -1)
     run.world.lingers = 100
-    await run.watch._handle_stall(stall("playing/generator-0"))
+    run.loads["generator-0"] = run.load(playing=3)
+    await run.stand_still(123.4)
     assert run.world.killed == [(run.handles[0], True), (21, "far")]
 
 
 @pytest.mark.parametrize(
-    ("action", "stage", "message"),
+    ("action", "state", "seconds", "message"),
     [
-        ("abort", "playing/generator-1", r"generator-1, in `playing`, did nothing for 123 s .* 3 units of work waited"),
-        ("restart", "training", r"the learner, in `training`, did nothing for 123 s \(limit 100 s\)"),
-        ("abort", "answering/learner", r"the learner has not answered for 123 s"),
-        ("abort", "storing", r"the spool's disk has taken nothing for 123 s \(limit 100 s\), and generators wait"),
-        ("abort", "storing/weights", r"the disk of weights has taken nothing for 123 s"),
-        ("restart", "run", r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"),
+        ("abort", {"playing": 3}, 123, r"generator-1, in `playing`, did nothing for 123 s .* 3 units of work waited"),
+        (
+            "restart",
+            {"doing": "training"},
+            3723,
+            r"the learner, in `training`, did nothing for 3723 s \(limit 3600 s\), though 1 unit of work waited",
+        ),
+        ("abort", {"deaf": True}, 123, r"the learner has not answered for 123 s"),
+        (
+            "abort",
+            {"storing": {"full": False}},
+            123,
+            r"the spool's disk has taken nothing for 123 s \(limit 100 s\), and generators wait",
+        ),
+        ("abort", {"weights_wait": {"why": "full"}}, 123, r"the disk of weights has taken nothing for 123 s"),
     ],
 )
-async def test_what_cannot_be_restarted_ends_the_run_and_is_named(tmp_path, action, stage, message):
-    run = Run(tmp_path, f"supervise.on_stall={action}")
+async def test_what_cannot_be_restarted_ends_the_run_and_is_named(
+    tmp_path, monkeypatch, action, state, seconds, message
+):
+    monkeypatch.setattr("r3async.actors.stalls.DUMP_TIMEOUT_SECONDS", 0.01)
+    run = await begun(tmp_path, f"supervise.on_stall={action}")
+    run.lease_all()
+    run.learner.deaf = state.pop("deaf", False)
+    run.loads["generator-1"] = run.load(playing=state.pop("playing", 0))
+    for name, value in state.items():
+        setattr(run.learner.says, name, value)
     with pytest.raises(RunFailed, match=message):
-        await run.watch._handle_stall(stall(stage))
+        await run.stand_still(seconds)
     assert run.events[0][1]["action"] == "abort"
 
 
-async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(run):
+async def test_a_run_in_which_everybody_waits_ends_and_says_what_is_missing_and_where_the_stacks_are(run):
+    message = r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"
+    with pytest.raises(RunFailed, match=message):
+        await run.watch._handle_stall(Stall("run", 123.4, STALL, done=5, waiting=3))
+    assert run.events[0][1]["action"] == "abort"
+
+
+async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(
+    run, monkeypatch
+):
+    monkeypatch.setattr("r3async.actors.stalls.DUMP_TIMEOUT_SECONDS", 0.01)
+    run.learner.deaf = True
     with pytest.raises(ProcessLost, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"):
-        await run.watch._handle_stall(stall("answering/learner"))
+        await run.stand_still(123.4)
     assert run.world.killed == [(run.learner, False), (11, "far")]
     assert run.events[0][1]["action"] == "restart"
 
@@ -315,7 +408,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
     assert run.after(STALL - 10) == []
     assert run.after(20) == ([] if full else ["storing"])
     if not full:
-        await run.watch._handle_stalls(run.watch.watchdog.take_new_stalls())
+        await run.stand_still(0)
         ((event, facts),) = run.events
         assert (event, facts["stage"], facts["action"]) == ("stalled", "storing", "warn")
     run.learner.says.storing, run.learner.says.doing = None, "training"
@@ -326,7 +419,9 @@ async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
     monkeypatch.setattr("r3async.actors.stalls.DUMP_TIMEOUT_SECONDS", 0.01)
     run.handles[0].deaf = run.handles[1].deaf = True
     run.first.process = 21, "near"
-    assert await run.watch._dump_all_stacks("why") == ["generator-0", "generator-1"]
+    run.loads["generator-0"] = run.load(playing=3)
+    await run.stand_still(123.4)
+    assert run.events[0][1]["did_not_answer"] == ["generator-0", "generator-1"]
     assert run.world.asked == [(21, "near"), (21, "far")]
 
 
@@ -343,7 +438,7 @@ held_up()
 """
 
 
-def until(condition):
+def wait_for(condition):
     deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
@@ -356,10 +451,10 @@ def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
     command = ["ray::GeneratorActor", "-c", BLOCKED, str(tmp_path)]
     with subprocess.Popen(command, executable=sys.executable, env=environment) as process:
         try:
-            until((tmp_path / "ready").exists)
+            wait_for((tmp_path / "ready").exists)
             assert not processes.request_stack_dump(process.pid, "far")
             assert processes.request_stack_dump(process.pid, processes.host)
-            until(lambda: "in held_up" in log.read_text())
+            wait_for(lambda: "in held_up" in log.read_text())
             assert process.poll() is None
             assert not processes.kill_process(process.pid, "far")
             assert processes.is_alive(process.pid, processes.host)

@@ -123,21 +123,27 @@ class Learner(StandIn):
         return published(version).scores if version == self.version else None
 
 
-async def loaded(handles, first: Published | None = None):
-    """Return an installer whose generators have engines, but no weights; version 0 is `first`."""
-    config, clock = load_config("quickstart", SETTINGS), Clock()
+def outside() -> Outside:
+    """Return the world of a fleet, at second 100 of its clock."""
+    clock = Clock()
     clock.now = 100.0
-    fleet = Fleet(config, Events(), handles, clock)
+    return Outside(clock)
+
+
+async def loaded(handles, first: Published | None = None, *overrides: str, world: Outside | None = None):
+    """Return an installer whose generators have engines, but no weights; version 0 is `first`."""
+    config, world = load_config("quickstart", [*SETTINGS, *overrides]), world or outside()
+    fleet = Fleet(config, Events(), handles, world.clock.monotonic)
     await fleet.load_engines()
     tokens = await fleet.encode_probe_text()
     assert tokens == TOKENS
     way = LearnerAddress("tcp://learner", "shared_memory")
-    return VersionDelivery(fleet, Learner(), way, tokens, first or published(0), Outside(clock))
+    return VersionDelivery(fleet, Learner(), way, tokens, first or published(0), world)
 
 
-def supervisor(installer):
+def supervisor(installer, world: Outside | None = None):
     """Return the supervisor of the installer's generators, which were leased nothing."""
-    world, fleet, stop_requested = installer._world, installer.fleet, asyncio.Event()
+    world, fleet, stop_requested = world or outside(), installer.fleet, asyncio.Event()
     admission = AdmissionController(ScheduleConfig(), choose_task=lambda group: 0)
 
     async def missing_episodes(groups):

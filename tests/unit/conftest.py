@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from r3async.data import control_messages
-from tests.helpers.fleet import Generator, loaded
+from tests.helpers.fleet import Generator, loaded, outside
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +32,19 @@ async def handles():
 
 
 @pytest.fixture
-async def installer(handles):
-    installer = await loaded(handles)
+def world():
+    return outside()
+
+
+@pytest.fixture
+def clock(world):
+    """The clock of the generators' world."""
+    return world.clock.monotonic
+
+
+@pytest.fixture
+async def installer(handles, world):
+    installer = await loaded(handles, world=world)
     await installer.install_first_version()
     return installer
 

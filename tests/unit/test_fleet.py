@@ -42,13 +42,13 @@ async def test_one_that_is_lost_before_it_has_weights_is_left_to_its_supervisor_
     ("error", "told"), [(RuntimeError("no kernel image"), "no kernel image"), (AssertionError(), "AssertionError()")]
 )
 async def test_a_failed_installation_is_the_loss_of_its_generator_whose_process_is_ended(
-    installer, fleet, handles, error, told
+    installer, fleet, handles, error, told, world
 ):
     """One without words is not taken for silence."""
     handles["generator-0"].wrong["install_version"] = error
     assert await deliver(installer, 1) is not None
     assert [(g.state, g.version) for g in fleet] == [("lost", -1), ("healthy", 1)]
-    assert installer._world.killed == [(handles["generator-0"], True)]
+    assert world.killed == [(handles["generator-0"], True)]
     (failed,) = fleet.events.facts("install_failed")
     assert (failed["generator"], failed["version"], failed["error"]) == ("generator-0", 1, f"generator-0: {told}")
 
@@ -69,18 +69,25 @@ async def test_a_version_that_every_generator_refuses_also_when_it_was_restarted
             await installer.install_until_current(generator)
 
 
-async def test_what_does_not_come_in_time_is_no_refusal_however_often(installer, fleet, handles):
-    generator = fleet["generator-0"]
+async def test_what_does_not_come_in_time_is_no_refusal_however_often(patient, handles):
+    generator = patient.fleet["generator-0"]
     for handle in handles.values():
         handle.wrong["install_version"] = TimeoutError("version 1 did not arrive within 120 s")
-    await deliver(installer, 1)
+    await deliver(patient, 1)
     for _ in range(5):
         generator.health.mark_lost()
-        generator.health._max_restarts = 9
         generator.health.begin_restart()
         generator.health.mark_loaded()
         with pytest.raises(ActorLostError, match="did not arrive"):
-            await installer.install_until_current(generator)
+            await patient.install_until_current(generator)
+
+
+@pytest.fixture
+async def patient(handles, world):
+    """An installer whose generators may be restarted often."""
+    installer = await loaded(handles, None, "generator.max_restarts=8", world=world)
+    await installer.install_first_version()
+    return installer
 
 
 @pytest.fixture
@@ -89,12 +96,12 @@ def soon(monkeypatch):
     monkeypatch.setattr("r3async.actors.version_delivery.DiskRetrier", partial(DiskRetrier, retry_seconds=0.01))
 
 
-async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(installer, fleet, handles, soon):
+async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(installer, fleet, handles, soon, clock):
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.wrong["install_version"] = OSError(errno.ENOSPC, "No space left on device")
     reviving = asyncio.create_task(restart(installer, generator))
     await until(lambda: len(handle.asked("install_version")) >= 5)
-    generator.health._clock.now += 10_000
+    clock.now += 10_000
     assert generator.is_waiting_for_disk
     assert await deliver(installer, 1) is not None, "the other one does not wait for it"
     del handle.wrong["install_version"]
@@ -117,31 +124,41 @@ async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(instal
 
 
 async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_ends_with_the_last_one(
-    installer, fleet, handles
+    installer, fleet, handles, world
 ):
     for handle in handles.values():
         handle.wrong["run"] = ActorLostError("it was killed")
 
-    members = supervisor(installer)
-    fleet["generator-1"].health._max_restarts = 4
-    with pytest.raises(RunFailed, match=r"generator-1 was lost 5 times .*, the last time by: it was killed"):
+    last = handles["generator-1"]
+    answer = last.answer
+
+    async def outliving(name, *args):
+        if name == "run":
+            await until(lambda: fleet.events.facts("generator_excluded"))
+        return await answer(name, *args)
+
+    last.answer = outliving
+    members = supervisor(installer, world)
+    with pytest.raises(RunFailed, match=r"generator-1 was lost 3 times .*, the last time by: it was killed"):
         await asyncio.wait_for(members.run(), 30)
-    assert installer._world.killed == [(handles["generator-0"], False)]
+    assert world.killed == [(handles["generator-0"], False)]
     (excluded,) = fleet.events.facts("generator_excluded")
     assert excluded["generator"] == "generator-0"
     assert "generator-0 was lost 3 times (generator.max_restarts = 2)" in excluded["error"]
 
 
 @pytest.mark.parametrize("known", ["", "it did not install version 1"])
-async def test_a_lost_engine_is_the_loss_of_its_generator_whose_process_is_ended_once(installer, fleet, handles, known):
+async def test_a_lost_engine_is_the_loss_of_its_generator_whose_process_is_ended_once(
+    installer, fleet, handles, known, world
+):
     """Two may find it: the loop that plays, and an installation."""
     generator, handle = fleet["generator-0"], handles["generator-0"]
     generator.end_reason = known
     handle.wrong |= {"run": EngineLostError("its process ended with code -9"), "install_version": RuntimeError("dead")}
     with pytest.raises(ActorLostError, match=known or "its engine is lost: its process ended with code -9"):
-        await supervisor(installer)._play_leases(generator)
+        await supervisor(installer, world)._play_leases(generator)
     await deliver(installer, 1)
-    assert installer._world.killed == ([] if known else [(handle, True)])
+    assert world.killed == ([] if known else [(handle, True)])
 
 
 async def test_a_run_whose_engines_are_lost_again_and_again_ends_with_the_reason(installer, fleet, handles):
@@ -153,58 +170,51 @@ async def test_a_run_whose_engines_are_lost_again_and_again_ends_with_the_reason
         await asyncio.wait_for(supervisor(installer).run(), 30)
 
 
-async def test_a_run_whose_generators_fail_twice_alike_before_they_have_played_ends_with_the_cause(
-    installer, fleet, handles
-):
+async def test_a_run_whose_generators_fail_twice_alike_before_they_have_played_ends_with_the_cause(patient, handles):
     attempts = {name: itertools.count(100) for name in handles}
     for name, handle in handles.items():
         handle.wrong["run"] = lambda _, name=name: EngineLostError(
             f"pid {next(attempts[name])}: no kernel for 96 elements a head"
         )
-        fleet[name].health._max_restarts = 8
     cause = (
         "generator-1 failed 2 times in the same way before it had played an episode: its engine is lost: pid 101: no"
     )
     with pytest.raises(RunFailed, match=f"{cause} kernel for 96 elements a head; see logs/generator-1.log"):
-        await asyncio.wait_for(supervisor(installer).run(), 30)
-    (excluded,) = fleet.events.facts("generator_excluded")
+        await asyncio.wait_for(supervisor(patient).run(), 30)
+    (excluded,) = patient.fleet.events.facts("generator_excluded")
     assert excluded["generator"] == "generator-0"
-    assert [g.restarts for g in fleet] == [1]
+    assert [g.restarts for g in patient.fleet] == [1]
     assert [len(handle.asked("run")) for handle in handles.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("second", [EngineLostError("its process ended with code -9"), ActorLostError("it was killed")])
-async def test_starts_that_fail_differently_or_without_a_word_are_losses_like_any_other(
-    installer, fleet, handles, second
-):
-    handle, generator = handles["generator-0"], fleet["generator-0"]
+async def test_starts_that_fail_differently_or_without_a_word_are_losses_like_any_other(patient, handles, second):
+    handle, generator = handles["generator-0"], patient.fleet["generator-0"]
     losses = iter([EngineLostError("no kernel image"), second, EngineLostError("no kernel image")])
     handle.wrong["run"] = lambda _: next(losses, None)
-    generator.health._max_restarts = 8
-    running = asyncio.create_task(supervisor(installer).run())
+    running = asyncio.create_task(supervisor(patient).run())
     await until(lambda: generator.is_finished)
     running.cancel()
     assert generator.restarts == 3
 
 
-async def test_a_restarted_process_that_twice_does_not_load_for_the_same_reason_is_restarted_no_more(
-    installer, fleet, handles
-):
+async def test_a_restarted_process_that_twice_does_not_load_for_the_same_reason_is_restarted_no_more(patient, handles):
     handles["generator-0"].wrong |= {"run": ActorLostError("it was killed"), "start": RuntimeError("device is busy")}
-    fleet["generator-0"].health._max_restarts = 8
     message = "failed 2 times in the same way .* did not load: device is busy; see logs/generator-0.log"
     with pytest.raises(RunFailed, match=message):
-        await asyncio.wait_for(supervisor(installer).run(), 30)
+        await asyncio.wait_for(supervisor(patient).run(), 30)
 
 
-async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_time(installer, fleet, handles, soon):
+async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_time(
+    installer, fleet, handles, soon, clock
+):
     """Its groups are played by others then."""
     handle = handles["generator-0"]
     handle.wrong["install_version"] = OSError(errno.EMFILE, "Too many open files")
     delivering = asyncio.create_task(deliver(installer, 1))
     await until(lambda: len(handle.asked("install_version")) >= 4)
     assert [g.state for g in fleet] == ["healthy", "healthy"]
-    fleet["generator-0"].health._clock.now += 121
+    clock.now += 121
     assert await asyncio.wait_for(delivering, 120) is not None
     assert [g.state for g in fleet] == ["lost", "healthy"]
     (failed,) = fleet.events.facts("install_failed")
@@ -423,9 +433,9 @@ def test_equal_contents_have_equal_digests():
     assert manifest.digest != WeightManifest(1, "x", {**tensors, "b": TensorEntry("float32", (2,), 3)}, 8).digest
 
 
-async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
+async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet, clock):
     fleet["generator-0"].is_finished = True
-    fleet["generator-0"].health._clock.now += 100
+    clock.now += 100
     fleet.check_silence()
     assert [g.state.value for g in fleet] == ["healthy", "suspect"]
 
@@ -460,12 +470,14 @@ async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_w
     assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
 
 
-async def test_one_that_leaves_in_a_delivery_ends_neither_it_nor_the_run(installer, fleet, handles):
+async def test_one_that_leaves_in_a_delivery_ends_neither_it_nor_the_run(installer, fleet, handles, world):
     handle = handles["generator-0"]
     answer = handle.answer
     handle.may_install.clear()
 
     async def stopping(name, *args):
+        if name == "run":
+            await until(lambda: fleet["generator-0"].is_leaving)
         if name != "stop":
             return await answer(name, *args)
         handle.wrong["install_version"] = RuntimeError("the engine was stopped")
@@ -473,13 +485,14 @@ async def test_one_that_leaves_in_a_delivery_ends_neither_it_nor_the_run(install
         await asyncio.sleep(0.01)
 
     handle.answer = stopping
-    members = supervisor(installer)
-    members._playing_begun.set()
+    members = supervisor(installer, world)
+    running = asyncio.create_task(members.run())
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
     await members.remove_generator("generator-0")
     assert await delivering is not None
-    assert installer._world.killed == [(handle, False)]
+    running.cancel()
+    assert world.killed == [(handle, False)]
     assert [(g.generator_id, g.version) for g in fleet] == [("generator-1", 1)]
 
 
@@ -494,7 +507,7 @@ async def test_weights_that_a_generator_confirmed_before_it_was_lost_are_not_its
     assert (generator.state, generator.version) == ("lost", -1)
 
 
-async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
+async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch, clock):
     monkeypatch.setattr("r3async.actors.conductor.prepare_process", lambda *args: None)
     conductor = Conductor(REAL_WORLD, RunSetup("run", config_to_dict(fleet.config), str(tmp_path)), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
@@ -506,7 +519,7 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
         return len(msgspec.msgpack.decode(await conductor.lease_groups(call), type=LeaseAnswer).leases)
 
     assert await leases() == 1
-    generator.health._clock.now += 11
+    clock.now += 11
     fleet.check_silence()
     assert await leases() == 1  # by asking, it answered
     for change in (generator.health.mark_lost, generator.health.begin_restart, generator.health.mark_loaded):
@@ -517,10 +530,10 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
 
 
 async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
-    installer, fleet, handles
+    installer, fleet, handles, clock
 ):
     generator = fleet["generator-0"]
-    await fall_silent(fleet, "generator-0")
+    await fall_silent(fleet, clock, "generator-0")
     fleet.check_silence()
     assert [g.state.value for g in fleet] == ["suspect", "healthy"]
     assert not generator.health.can_lease
@@ -537,10 +550,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr("r3async.actors.version_delivery.DELIVERY_POLL_SECONDS", 0.01)
 
 
-async def fall_silent(fleet, name):
+async def fall_silent(fleet, clock, name):
     """All but `name` answer for as long as makes one suspect."""
-    for generator in fleet:
-        generator.health._clock.now += 11 / len(fleet.generators)
+    clock.now += 11
     for generator in fleet:
         if generator.generator_id != name:
             fleet.note_answer(generator)
@@ -549,13 +561,13 @@ async def fall_silent(fleet, name):
 
 
 async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_newest_when_it_wakes(
-    installer, fleet, handles, impatient
+    installer, fleet, handles, impatient, clock
 ):
     handles["generator-0"].may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.05)
     assert not delivering.done()
-    await fall_silent(fleet, "generator-0")
+    await fall_silent(fleet, clock, "generator-0")
     assert await asyncio.wait_for(delivering, 120) is not None
     assert [g.version for g in fleet] == [0, 1]
     assert await asyncio.wait_for(deliver(installer, 2), 120) is not None
@@ -573,12 +585,14 @@ async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_
     assert not installer.needs_delivery
 
 
-async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(installer, fleet, handles, impatient):
+async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(
+    installer, fleet, handles, impatient, clock
+):
     for handle in handles.values():
         handle.may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.02)
-    fleet["generator-0"].health._clock.now += 11
+    clock.now += 11
     fleet.check_silence()
     assert await asyncio.wait_for(delivering, 120) is None
     handles["generator-1"].may_install.set()
@@ -587,10 +601,12 @@ async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(ins
     assert [g.version for g in fleet] == [0, 1]
 
 
-async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(installer, fleet, handles, impatient):
+async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(
+    installer, fleet, handles, impatient, clock
+):
     handles["generator-0"].may_install.clear()
-    await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(deliver(installer, 1), 120) is not None
+    await fall_silent(fleet, clock, "generator-0")
+    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
     handles["generator-0"].wrong["install_version"] = InstallReport(0, 0.1, 0.1)
     handles["generator-0"].may_install.set()
     await until(lambda: installer.needs_delivery)
@@ -598,11 +614,13 @@ async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(ins
         await installer.deliver_newest()
 
 
-async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(installer, fleet, handles, monkeypatch):
+async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(
+    installer, fleet, handles, monkeypatch, clock
+):
     monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", -119.95)  # TimeLimits.base_install is 120
     handles["generator-0"].may_install.clear()
-    await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(deliver(installer, 1), 120) is not None
+    await fall_silent(fleet, clock, "generator-0")
+    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
     await asyncio.sleep(0.2)
     assert not installer.needs_delivery
     fleet.note_answer(fleet["generator-0"])

@@ -24,6 +24,8 @@ from tests.helpers import models as hm
 from tests.helpers.steps import train_minibatch
 
 TOKENS = 512
+FEW_TOKENS = 8
+"""Of samples whose activations are not measured."""
 SHAPES = {
     "mostly vocabulary": {"vocab_size": 16384, "hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 64},
     "mostly activations": {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 8, "moe_intermediate_size": 128},
@@ -56,10 +58,13 @@ def test_a_step_takes_the_memory_of_the_plan(tmp_path, name, dtype):
     )
     shape = parse_model_shape(json.loads((path / "config.json").read_text()))
     planned = estimate_rank_memory(shape, config)
+    # In bfloat16 torch's norms on CPU keep float32 copies, which those on CUDA do not: activations are not compared.
+    measured = dtype == "float32"
+    tokens = TOKENS if measured else FEW_TOKENS
     learner = build_learner(config, path)
     try:
         batches = pack_samples(
-            hm.make_samples(1, [TOKENS] * 2, vocab=shape.vocab_size, layers=shape.num_layers), TOKENS
+            hm.make_samples(1, [tokens] * 2, vocab=shape.vocab_size, layers=shape.num_layers), tokens
         )
         assert len(batches) == 2
         train_minibatch(learner, batches)
@@ -70,15 +75,15 @@ def test_a_step_takes_the_memory_of_the_plan(tmp_path, name, dtype):
         )
         kept += sum(m.nbytes for m in learner.optimizer._masters if id(m) not in held)
         gradients = 4 * planned.parameters
-        passing = peak(lambda: train_minibatch(learner, batches)) - gradients
+        if measured:
+            passing = peak(lambda: train_minibatch(learner, batches)) - gradients
     finally:
         learner.close()
     assert weights == planned.weights
     assert kept + gradients == planned.optimizer
-    if dtype == "bfloat16":
-        return  # torch's norms on CPU keep float32 copies then, which those on CUDA do not
-    assert passing == pytest.approx(planned.activations + planned.logits, rel=0.1), planned
-    assert weights + kept + gradients + passing == pytest.approx(planned.total_bytes, rel=0.1)
+    if measured:
+        assert passing == pytest.approx(planned.activations + planned.logits, rel=0.1), planned
+        assert weights + kept + gradients + passing == pytest.approx(planned.total_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

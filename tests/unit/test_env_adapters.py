@@ -71,9 +71,9 @@ async def test_gymnasium_draws_and_names_its_moves_and_ends():
 
 async def test_gymnasium_drawings_show_every_state_of_the_taxi_apart():
     texts = {}
+    game = gymnasium.make("Taxi-v4", render_mode="ansi")
+    game.reset(seed=1)
     for row, column, passenger, destination in itertools.product(range(5), range(5), range(5), range(4)):
-        game = gymnasium.make("Taxi-v4", render_mode="ansi")
-        game.reset(seed=1)
         game.unwrapped.s = game.unwrapped.encode(row, column, passenger, destination)
         texts.setdefault(write_colors_as_words(game.render()), []).append((row, column, passenger, destination))
     assert len(texts) == 500

@@ -342,7 +342,7 @@ def test_merged_and_stepwise_rows_have_one_gradient(loss, data, groups):
 @pytest.mark.parametrize("loss", [*BUILTIN_POLICY_LOSSES, OWN])
 def test_each_loss_with_each_reduction_and_each_correction_has_one_gradient(loss):
     """Each two of the three together, with two minibatches, of episodes whose rows are in several micro-batches on two ranks."""
-    groups = [group[:2] for group in LONG[:2]]
+    groups = [[turns[1:5] for turns in group[:2]] for group in LONG[:2]]  # of every kind, and some too old
     leaves = leaves_of(groups, 1)
     merged, stepwise = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
     losses, reductions = [*BUILTIN_POLICY_LOSSES, OWN], choices("reduction")
@@ -350,7 +350,9 @@ def test_each_loss_with_each_reduction_and_each_correction_has_one_gradient(loss
     first = losses.index(loss)
     for i, correction in enumerate(CORRECTIONS):
         config = configured(correction, 2, policy_loss=loss, reduction=reductions[(first + i) % len(reductions)])
-        same(trained(stepwise, leaves, config, ranks=2, cap=longest(groups)), trained(merged, leaves, config))
+        got = trained(stepwise, leaves, config, ranks=2, cap=longest(groups))
+        assert all(got.spread), "episodes are in several micro-batches"
+        same(got, trained(merged, leaves, config))
 
 
 LONG: Groups = [

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.metadata
 import os
 import sys
@@ -173,6 +174,17 @@ def pytest_itemcollected(item):
     taken = [f for f in getattr(item, "fixturenames", ()) if f in STARTED_BY and f not in given]
     for fixture in taken:
         item.add_marker(STARTED_BY[fixture])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Look for no garbage among what is imported and collected, neither meanwhile nor later: all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

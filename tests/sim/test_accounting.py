@@ -139,7 +139,7 @@ def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_
             full.append((began, START_TIME + machine.seconds))
 
     # A full spool pauses generators; here the run has to make steps all the while.
-    settings = ["buffer.durability=memory", "routing.trace=all", "steps=40", "checkpoint.every_steps=0"]
+    settings = ["buffer.durability=memory", "routing.trace=all", "steps=30", "checkpoint.every_steps=0"]
     report = rehearse(machine, tmp_path, [], *settings, "generator.engine_args={ token_seconds = 0.1 }", meddle=fill)
     assert report.problems == []
     made = [row["time"] for row in machine.rows()]

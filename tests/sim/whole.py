@@ -122,6 +122,7 @@ class Machine:
         self.host = next(iter(self.simulation.hosts.values()))
         self.person = Person()
         self.run_dir = root / "run"
+        self._records: dict[Path, tuple[bytes, list[dict[str, Any]]]] = {}
         self.files: Files = self.host.disk.files_for(self._outside())
         """Files of the machine, for code outside of its processes."""
         make_directory(root, files=self.files)
@@ -222,18 +223,28 @@ class Machine:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        return read_json_objects(path, files=self.files) if self.files.stat(path) else []
+        return self._objects("metrics.jsonl")
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """Return all events, or those of a name."""
-        path = self.run_dir / "events.jsonl"
-        found = read_json_objects(path, files=self.files) if self.files.stat(path) else []
-        return [event for event in found if name in ("", event["event"])]
+        return [event for event in self._objects("events.jsonl") if name in ("", event["event"])]
 
     def trained(self) -> list[dict[str, Any]]:
-        path = self.run_dir / TRAINED_FILE
-        return read_json_objects(path, files=self.files) if self.files.stat(path) else []
+        return self._objects(TRAINED_FILE)
+
+    def _objects(self, name: str) -> list[dict[str, Any]]:
+        """Return the objects of a record of the run. They are decoded again only if the file has changed, since `until`
+        asks at every look."""
+        path = self.run_dir / name
+        if not self.files.stat(path):
+            return []
+        with self.files.open(path) as file:
+            content = file.read()
+        known, objects = self._records.get(path, (b"", []))
+        if known != content:
+            objects = read_json_objects(path, files=self.files)
+            self._records[path] = content, objects
+        return [*objects]
 
     @property
     def seconds(self) -> float:

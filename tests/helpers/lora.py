@@ -1,5 +1,6 @@
 """Learners with adapters: their gradients, and those of full training at the same weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from r3async.config import Config, LoraConfig
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from tests.helpers import checkpoint as hc
-from tests.helpers.parity import batch, of_rank
+from tests.helpers.parity import LENGTHS, batch, of_rank
 from tests.helpers.steps import train_minibatch
 
 RANK, ALPHA = 3, 6.0
@@ -45,9 +46,11 @@ def settings(backend: str, **options: Any) -> Config:
     )
 
 
-def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor], float]:
+def gradients_of_step(
+    learner: LearnerBackend, lengths: Sequence[int] = LENGTHS
+) -> tuple[dict[str, torch.Tensor], float]:
     """Return the gradients that the optimizer got on this rank, before clipping, by the names of a checkpoint, and the
-    global norm."""
+    global norm. The step's samples have `lengths`."""
     config, optimizer = learner.config, learner.optimizer
     p = config.learner.parallel
     rank = dist.get_rank() if p.world_size > 1 else 0
@@ -60,7 +63,8 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
 
     optimizer.reducer.compute_squared_norm = capture
     recorded = config.routing.replay != "off"
-    metrics = train_minibatch(learner, of_rank(batch(routes=recorded), rank // (p.tp * p.cp) % p.dp, p.dp)).metrics
+    micro_batches = batch(lengths=lengths, routes=recorded)
+    metrics = train_minibatch(learner, of_rank(micro_batches, rank // (p.tp * p.cp) % p.dp, p.dp)).metrics
     optimizer.reducer.compute_squared_norm = norm
     out = {}
     for held, gradient in zip(learner.trained_slices(), taken, strict=True):
@@ -84,7 +88,7 @@ def randomize(learner: LearnerBackend, seed: int = 5) -> None:
 
 
 def adapter_gradients(
-    path: Path, config: Config, merged: Path | None = None
+    path: Path, config: Config, merged: Path | None = None, lengths: Sequence[int] = LENGTHS
 ) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     """Run on a rank: return the gradients of its adapters, which are not 0, by name, their norm, and the adapters
     themselves.
@@ -100,17 +104,17 @@ def adapter_gradients(
             one.shard_slice.places[0].name: one.parameter.detach().clone()
             for one in learner._adapters.list_parameters()
         }
-        gradients, norm = gradients_of_step(learner)
+        gradients, norm = gradients_of_step(learner, lengths)
         return gradients, norm, values
     finally:
         learner.close()
 
 
-def full_gradients(path: Path, config: Config) -> dict[str, torch.Tensor]:
+def full_gradients(path: Path, config: Config, lengths: Sequence[int] = LENGTHS) -> dict[str, torch.Tensor]:
     """Return the gradients of all weights."""
     learner = build_learner(without_lora(config), path)
     try:
-        return gradients_of_step(learner)[0]
+        return gradients_of_step(learner, lengths)[0]
     finally:
         learner.close()
 

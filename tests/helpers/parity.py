@@ -1,5 +1,6 @@
 """The code on each rank of the gradient parity tests, and the reference that the ranks are compared with."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ def config(*, recompute: str = "none", replay: str = "rollout", dtype: str = "fl
     )
 
 
-def batch(seed: int = 3, **options: Any) -> list[MicroBatch]:
+def batch(seed: int = 3, *, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[MicroBatch]:
     """Return packed micro-batches of different lengths; routes are random, and the last row of each sample has none."""
-    return pack_samples(hm.make_samples(seed, LENGTHS, temperature=0.8, **options), BUDGET)
+    return pack_samples(hm.make_samples(seed, list(lengths), temperature=0.8, **options), BUDGET)
 
 
 def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[MicroBatch]:

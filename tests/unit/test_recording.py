@@ -274,6 +274,10 @@ PLANTED = {
 }
 
 
+CHANGED_STEP = 2
+"""The first before which the code made a step as it was."""
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monkeypatch, name):
     target, change, stage = PLANTED[name]
@@ -283,7 +287,7 @@ def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monke
     def counting(self, groups):
         nonlocal count
         count += 1
-        if count == 3:
+        if count == CHANGED_STEP:
             owned = resolved(owner)
             monkeypatch.setattr(owned, attribute, change(getattr(owned, attribute)))
         return prepared(self, groups)
@@ -291,7 +295,7 @@ def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monke
     monkeypatch.setattr(Trainer, "prepare_step", counting)
     difference = replay_run(recorded_run).difference
     assert difference is not None
-    assert (difference.step, difference.stage) == (3, stage)
+    assert (difference.step, difference.stage) == (CHANGED_STEP, stage)
 
 
 def resolved(path):

@@ -132,17 +132,14 @@ DEV_COMMANDS = [
 ]
 
 SAMPLE = [
+    "trian quickstart",
     "train quickstart lr=1e-4",
-    "train quickstart --steps 10",
-    "train binary.toml",
     "train quickstart --runs file",
     "train quickstart model.path=models/no_template",
     "train quickstart env.name=mine:Gym",
-    "train quickstart env.name=syntax:Env",
-    "trian quickstart",
-    "tail nowhere",
     "export file out",
 ]
+"""Of each kind: a word that is none, a setting, a place for runs, a model, code of the user, and another command."""
 
 
 @pytest.mark.parametrize(("line", "part"), COMMANDS, ids=[line for line, _ in COMMANDS])

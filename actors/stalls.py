@@ -164,7 +164,8 @@ class StallMonitor:
                 self.watchdog.pause_stage(stage)
         else:
             self._observe_learner(status)
-        done, with_work = self.watchdog.total_others(besides=RUN_STAGE)
+        # An answer to the watch is not a run's progress, and there is one at every look.
+        done, with_work = self.watchdog.total_others(RUN_STAGE, LEARNER_ANSWERING)
         # Nobody has work although the learner waits for groups: an episode was lost, or somebody
         # does not continue.
         loading = any(not g.is_live for g in self._fleet)

@@ -96,13 +96,14 @@ class Watchdog:
         self._done += times * seen.done
         self._with_work += times * bool(seen.waiting)
 
-    def total_others(self, besides: str) -> tuple[int, int]:
-        """Return the totals over all stages but one: the work done, and the number of stages
+    def total_others(self, *besides: str) -> tuple[int, int]:
+        """Return the totals over all stages but these: the work done, and the number of stages
         with waiting work."""
-        left_out = self._stages.get(besides)
-        if left_out is None:
-            return self._done, self._with_work
-        return self._done - left_out.done, self._with_work - bool(left_out.waiting)
+        left_out = [self._stages[stage] for stage in besides if stage in self._stages]
+        return (
+            self._done - sum(seen.done for seen in left_out),
+            self._with_work - sum(bool(seen.waiting) for seen in left_out),
+        )
 
     def find_stalls(self) -> list[Stall]:
         """Return the stages over their limits, in the order in which they were first seen."""

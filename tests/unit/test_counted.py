@@ -73,4 +73,4 @@ def test_what_all_stages_have_done(seen):
         stages = dog.describe_stages()
         stages.pop("a", None)
         done = sum(s["done"] for s in stages.values())
-        assert dog.total_others(besides="a") == (done, sum(s["waiting"] > 0 for s in stages.values()))
+        assert dog.total_others("a") == (done, sum(s["waiting"] > 0 for s in stages.values()))

@@ -19,7 +19,7 @@ from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.run_ahead import AdmissionController
-from r3async.schedule.watchdog import Stall, Watchdog
+from r3async.schedule.watchdog import Watchdog
 from r3async.world.real import REAL_WORLD
 from r3async.world.stack_dumps import dump_stacks
 from tests.helpers.transport import until
@@ -381,9 +381,10 @@ async def test_what_cannot_be_restarted_ends_the_run_and_is_named(
 
 
 async def test_a_run_in_which_everybody_waits_ends_and_says_what_is_missing_and_where_the_stacks_are(run):
+    run.learner.says.doing = "waiting"
     message = r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"
     with pytest.raises(RunFailed, match=message):
-        await run.watch._handle_stall(Stall("run", 123.4, STALL, done=5, waiting=3))
+        await run.stand_still(123.4)
     assert run.events[0][1]["action"] == "abort"
 
 

@@ -449,7 +449,7 @@ class LearnerActor:
                 version = counts.version
                 # Consume the groups: no later step, and no resume from a later checkpoint,
                 # trains them again.
-                taken, _ = inbox.buffer.take_groups(indices)
+                taken = inbox.buffer.take_groups(indices)
                 # Refuse to train beyond the bound on staleness.
                 check_staleness(taken, version, inbox.staleness_bound)
                 # Measure ages before the step, against the weights that it starts from.

@@ -129,10 +129,6 @@ def _compute_aux_loss_weights(
     return coef * experts * share / max(tokens, 1.0)
 
 
-# One minibatch on one rank: its trained tokens, their denominators, and the loss of
-# each micro-batch.
-
-
 class TokenCounts(NamedTuple):
     """Numbers of tokens in one micro-batch, or in a minibatch over all ranks.
 

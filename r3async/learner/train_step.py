@@ -129,7 +129,7 @@ def forward_backward(backend: LearnerBackend, minibatch: TrainableMinibatch) -> 
     if not minibatch.num_trained:
         return
 
-    def compute_loss(index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+    def compute_micro_batch_loss(index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
         if backend.stage_digests is not None:
             backend.stage_digests.add("logprobs", str(index), logprobs)
         return minibatch.compute_micro_batch_loss(index, logprobs, entropies)
@@ -145,13 +145,13 @@ def forward_backward(backend: LearnerBackend, minibatch: TrainableMinibatch) -> 
             minibatch.trained_rows,
             replay=minibatch.replays_routes,
             keep_choices=minibatch.records_traces,
-            pipeline_loss=compute_loss,
+            pipeline_loss=compute_micro_batch_loss,
         ):
             if routes is not None:
                 minibatch.record_routes(routes)
             # There are no scores where a pipeline has made the backward pass.
             if logprobs is not None and entropies is not None:
-                loss = compute_loss(index, logprobs, entropies)
+                loss = compute_micro_batch_loss(index, logprobs, entropies)
                 loss.backward()
 
 

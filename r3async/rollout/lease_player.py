@@ -1,4 +1,4 @@
-"""Plays the episodes of a lease concurrently, with retry budgets, and delivers each that ends."""
+"""Plays an episode of a lease again until it ends well, within its budgets of retries."""
 
 from __future__ import annotations
 

@@ -192,9 +192,8 @@ class GroupBuffer:
         """Return the number of complete groups, in or out of order."""
         return sum(map(self.is_complete, self._groups))
 
-    def take_groups(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
-        """Consume these groups, in this order, and return their episodes in order, and their
-        bytes on the wire.
+    def take_groups(self, groups: Sequence[int]) -> list[list[Trajectory]]:
+        """Consume these groups, in this order, and return their episodes in order.
 
         Raises `ValueError`, and takes nothing, if a group is not complete, was taken before, or is
         beyond the window.
@@ -204,10 +203,10 @@ class GroupBuffer:
             raise ValueError(f"groups {incomplete} are not complete")
         self._consumed.add_groups(groups)
         episodes = self.episodes_of(groups)
-        members = [self._groups.pop(group) for group in groups]
         for group in groups:
+            del self._groups[group]
             self._counted_groups.pop(group, None)
-        return episodes, sum(size for held in members for _, size in held.values())
+        return episodes
 
     def episodes_of(self, groups: Sequence[int]) -> list[list[Trajectory]]:
         """Return the episodes of complete groups as `take_groups` does, and leave the

@@ -233,7 +233,7 @@ class Run:
         indices = self.batch()
         if not indices:
             return False
-        groups, _ = self.buffer.take_groups(indices)
+        groups = self.buffer.take_groups(indices)
         check_staleness(groups, self.learner_version, self.shape.bound)
         self.oldest = max(
             self.oldest, *(int(compute_staleness(t, self.learner_version).max()) for g in groups for t in g)

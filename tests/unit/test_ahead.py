@@ -65,7 +65,7 @@ async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool
             indices = reception.buffer.choose_groups(1, 1, 0)
         if not indices:
             continue
-        groups, _ = reception.buffer.take_groups(indices)
+        groups = reception.buffer.take_groups(indices)
         assert await guess.get_result(indices, groups) == [f"g{i}e0" for i in indices]
         trained.append(indices)
         looking = asyncio.create_task(guess.prefetch((0, 0), never)) if ahead else None
@@ -122,7 +122,7 @@ async def test_a_defect_found_ahead_is_raised_in_its_own_step():
     guess = NextStep(reception, REAL_WORLD.threads.new_worker("packer"), broken)
     reception.receive(make_trajectory(0))
     await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
-    groups, _ = reception.buffer.take_groups([0])
+    groups = reception.buffer.take_groups([0])
     with pytest.raises(ValueError, match="cannot be packed"):
         await guess.get_result([0], groups)
 

@@ -154,7 +154,7 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
         assert actor.spool.nbytes == spooled(tmp_path)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == [(2, 1, 4), (2, 2, 4)]
-        taken = [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take_groups([2])[0][0]]
+        taken = [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take_groups([2])[0]]
         assert taken == [[1, 2, 4, 1], [1, 2, 4, 2]]
     assert len(named(tmp_path, "trajectory_quarantined")) == 1
 

@@ -111,7 +111,7 @@ def nothing() -> SimpleNamespace:
     return SimpleNamespace(
         staleness_bound=0,
         routing=None,
-        buffer=SimpleNamespace(take_groups=lambda indices: ([group], 0), episodes_of=lambda indices: [group]),
+        buffer=SimpleNamespace(take_groups=lambda indices: [group], episodes_of=lambda indices: [group]),
         wait_for_groups=always([0]),
         quarantine_rejected=always(None),
         release_trained=lambda indices: None,

@@ -308,8 +308,9 @@ class PackedModel(nn.Module):
         self.published_names: Mapping[str, str] = {}
         """Names of the checkpoint's tensors for which transformers has other ones, by these."""
         self.entropy_gradient = False
-        self.float32_head = True
         """True if the loss has an entropy term."""
+        self.float32_head = True
+        """True if logits are float32 sums (`model.head_dtype`)."""
         self.logit_scale = 1.0
         """Factor of the output layer's logits. Known after `find_routers`."""
         layers = getattr(causal_lm.base_model, "layers", None)

@@ -89,7 +89,7 @@ def write_gradients(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _summarize(
     logits: Any,
     temperatures: Any,
@@ -140,7 +140,7 @@ def _summarize(
     tl.store(figures + 3 * rows + row, z)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _differentiate(
     logits: Any,
     temperatures: Any,

@@ -1,5 +1,6 @@
 """A teacher that vLLM's own OpenAI server serves scores as one that the ranks hold."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -8,7 +9,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +29,10 @@ def address(tiny_model, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(tiny_model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--served-model-name", "teacher"]
+    # The command `vllm` asks for a package of that name, which the one for CPUs is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model)]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
+    command += ["--served-model-name", "teacher"]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -51,7 +53,8 @@ def address(tiny_model, tmp_path_factory):
                 time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

@@ -247,10 +247,11 @@ def _forward_chunk(
     column, mine = _find_local_targets(targets, head, logits.shape[1])
     excluded = None if mask is None else mask.build_excluded()
     if _can_run_kernels(logits):
-        figures = _summarize_by_kernel(logits, temperatures, column, mine, excluded, head.group)
+        top, total = _summarize_by_kernel(logits, temperatures, column, mine, excluded, head.group)
     else:
-        figures = _summarize_rows(logits, temperatures, column, mine, excluded, head.group)
-    top, total = figures
+        z = _scale_logits(logits, temperatures, excluded)
+        del logits  # in bfloat16 they are beside z
+        top, total = _summarize_rows(z, column, mine, head.group)
     if head.group is not None:
         dist.all_reduce(total, group=head.group)
     norm, picked, spread = total
@@ -258,16 +259,11 @@ def _forward_chunk(
 
 
 def _summarize_rows(
-    logits: Tensor,
-    temperatures: Tensor,
-    column: Tensor,
-    mine: Tensor,
-    excluded: Tensor | None,
-    group: dist.ProcessGroup | None,
+    z: Tensor, column: Tensor, mine: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return the maxima of all ranks' `z`, `[m]`, and of this rank's `[3, m]`: the sum of `e = exp(z
-    - maximum)`, `z - maximum` in the target's column, and the sum of `e (z - maximum)`."""
-    z = _scale_logits(logits, temperatures, excluded)
+    - maximum)`, `z - maximum` in the target's column, and the sum of `e (z - maximum)`. Overwrites
+    `z`."""
     top = z.max(dim=-1).values
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -287,7 +283,7 @@ def _summarize_by_kernel(
     excluded: Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_summarize_rows` does."""
+    """Return what `_summarize_rows` does, of `z = logits / temperatures`."""
     from . import logit_kernels
 
     targets = torch.where(mine, column[:, 0], -1)
@@ -341,7 +337,9 @@ def _backward_chunk(
         if not head.entropy_gradient:
             of = of._replace(by_entropy=torch.zeros_like(of.by_logprob))
         return logit_kernels.write_gradients(logits, temperatures, own, excluded, *of, dtype)
-    logs = _scale_logits(logits, temperatures, excluded).sub_(of.norms[:, None])
+    logs = _scale_logits(logits, temperatures, excluded)
+    del logits  # in bfloat16 they are beside them
+    logs.sub_(of.norms[:, None])
     if head.entropy_gradient:
         out = logs.exp()
         # A token without probability has no gradient, but an infinite logarithm.

@@ -7,6 +7,9 @@ are random, with routers that decide clearly. It is no part of the tests:
 
     python -m dev.bench.engine_drift --families qwen3_moe,olmoe --seeds 0,1,2
 
+With `--int8` the engine's projections are rounded to 255 levels a row, as a quantized engine's are;
+its activations are not.
+
 Each line of JSON is one case of a family and seed: k3, mean and largest difference of log-probs in
 nats, all over the sampled tokens.
 """
@@ -50,10 +53,19 @@ REPLAYED: dict[str, tuple[str, ...]] = {
 """Columns that the learner does not see, by what it replays."""
 
 
+def round_to_int8(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return a projection with each row rounded to int8 times a float32 scale; another tensor as it
+    is."""
+    if "_proj" not in name or weight.ndim < 2:
+        return weight
+    scale = weight.float().abs().amax(dim=-1, keepdim=True) / torch.iinfo(torch.int8).max
+    return (weight / scale).round().mul(scale).to(weight.dtype)
+
+
 async def play_prompts(
-    model: Path, learner: TorchLearner, seed: int, float32_head: bool
+    model: Path, learner: TorchLearner, seed: int, float32_head: bool, int8: bool
 ) -> list[Sample]:
-    """Return samples of an engine with the learner's weights and dtype."""
+    """Return samples of an engine with the learner's weights, or rounded ones, and its dtype."""
     dtype = learner.config.learner.dtype
     engine = VllmEngine(
         str(model),
@@ -66,7 +78,10 @@ async def play_prompts(
     await engine.start()
     try:
         with tempfile.TemporaryDirectory() as directory, VersionStore(Path(directory)) as store:
-            weights = store.write_tensors(0, learner.export_weights(), getattr(torch, dtype))
+            exported = learner.export_weights()
+            if int8:
+                exported = {name: round_to_int8(name, w) for name, w in exported.items()}
+            weights = store.write_tensors(0, exported, getattr(torch, dtype))
             await engine.install_version(weights, TIMEOUT)
             rng = np.random.default_rng(seed)
             prompts = rng.integers(0, 256, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
@@ -138,7 +153,7 @@ def sharpen_head(model: Path, factor: float) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def measure_model(family: str, seed: int, sharpness: float, dtype: str) -> None:
+def measure_model(family: str, seed: int, sharpness: float, dtype: str, int8: bool) -> None:
     """Print the cases of one model."""
     from tests.helpers.engine_models import make_engine_model
 
@@ -150,13 +165,14 @@ def measure_model(family: str, seed: int, sharpness: float, dtype: str) -> None:
         config = config_from_dict({"learner": {"dtype": dtype, "backend": "torch"}})
         learner = TorchLearner.from_pretrained(config, model)
         for engine_head, engine_float32 in HEADS.items():
-            samples = asyncio.run(play_prompts(model, learner, seed, engine_float32))
+            samples = asyncio.run(play_prompts(model, learner, seed, engine_float32, int8))
             for learner_head, learner_float32 in HEADS.items():
                 for replayed in REPLAYED if engine_float32 and learner_float32 else ("routes",):
                     case = {
                         "family": family,
                         "seed": seed,
                         "dtype": dtype,
+                        "int8": int8,
                         "engine_head": engine_head,
                         "learner_head": learner_head,
                         "replayed": replayed,
@@ -171,10 +187,11 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sharpness", type=float, default=4.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--int8", action="store_true")
     args = parser.parse_args()
     for family in args.families.split(","):
         for seed in args.seeds.split(","):
-            measure_model(family, int(seed), args.sharpness, args.dtype)
+            measure_model(family, int(seed), args.sharpness, args.dtype, args.int8)
 
 
 if __name__ == "__main__":

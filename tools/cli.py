@@ -19,7 +19,7 @@ from r3async.world.processes import add_user_module_path
 from .inspect.command import app as inspect
 from .model_commands import diagnose, doctor, export, scale, sft
 from .report import report_command as report
-from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from .runs import DEFAULT_RUNS_DIRECTORY, RunsOption
 from .submit.commands import app as submit
 from .targets import describe_os_error
 from .terminal import SafeConsole
@@ -92,7 +92,7 @@ def train(
         bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="the plan as JSON (--dry-run)")] = False,
-    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
     if list_presets:
@@ -192,7 +192,7 @@ def tinker(
         str | None,
         typer.Option("--as", help="the base_model of clients", show_default="MODEL"),
     ] = None,
-    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Serve the Tinker API: loops written for it train this model, with recorded routes."""
     from .tinker import build_tinker_config, serve_tinker

@@ -9,7 +9,7 @@ import typer
 
 from r3async.config import ConfigError, load_command_config
 
-from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from .runs import DEFAULT_RUNS_DIRECTORY, RunsOption
 from .targets import name_target
 from .terminal import SafeConsole
 
@@ -73,7 +73,7 @@ def sft(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
     ] = False,
-    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Train on the answers in your rows: messages, or prompts and answers. The model is in
     runs/NAME/model."""

@@ -14,10 +14,6 @@ DEFAULT_RUNS_DIRECTORY = Path("runs")
 RunsOption = Annotated[
     Path, typer.Option("--runs", help="where run directories are", envvar=RUNS_VARIABLE)
 ]
-"""The option `--runs` of a command that takes a run's name."""
-NewRunsOption = Annotated[
-    Path, typer.Option("--runs", help="where run directories are made", envvar=RUNS_VARIABLE)
-]
 
 
 def get_runs_directory() -> Path:

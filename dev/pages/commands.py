@@ -30,10 +30,10 @@ Every command of `r3async` with an example, its arguments and its options; `r3as
 `KEY=VALUE` changes a [setting](configuration.md). Exit codes are in [run files](run-files.md#exit-codes).
 `python -m r3async.tools` has commands that are [rarely needed](#rarely-needed).
 
-Options that several commands have:
+Arguments and options that several commands have:
 """
-SHARED_BY = 3
-"""Number of commands with the same option from which on it is in the first table alone."""
+SHARED_BY = {"argument": 2, "option": 3}
+"""Number of commands with the same argument or option from which on it is in the first table alone."""
 
 
 class DescribedCommand(NamedTuple):
@@ -72,8 +72,7 @@ def list_commands() -> list[DescribedCommand]:
 def render_commands() -> str:
     """Return the text of docs/cli.md."""
     commands = list_commands()
-    counted = Counter(row for each in commands for row in _list_rows(each, "option"))
-    shared = [row for row, count in counted.items() if count >= SHARED_BY]
+    shared = [row for kind in SHARED_BY for row in _list_shared_rows(commands, kind)]
     lines = [HEAD, *TABLE_HEAD, *shared, ""]
     panel = ""
     for described in commands:
@@ -82,6 +81,11 @@ def render_commands() -> str:
             lines += [f"## {panel}", ""]
         lines += [*_render_command(described, shared), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _list_shared_rows(commands: Sequence[DescribedCommand], kind: str) -> list[str]:
+    counted = Counter(row for each in commands for row in _list_rows(each, kind))
+    return [row for row, count in counted.items() if count >= SHARED_BY[kind]]
 
 
 def _list_rows(described: DescribedCommand, kind: str) -> list[str]:
@@ -95,9 +99,9 @@ def _list_rows(described: DescribedCommand, kind: str) -> list[str]:
 
 
 def _render_command(described: DescribedCommand, shared: Sequence[str]) -> Iterator[str]:
-    options = _list_rows(described, "option")
-    rows = _list_rows(described, "argument") + [row for row in options if row not in shared]
-    common = [row.split(" | ")[0].removeprefix("| ") for row in options if row in shared]
+    every = [row for kind in SHARED_BY for row in _list_rows(described, kind)]
+    rows = [row for row in every if row not in shared]
+    common = [row.split(" | ")[0].removeprefix("| ") for row in every if row in shared]
     yield from (
         f"### `{described.words}`",
         "",

@@ -56,7 +56,7 @@ REFUSED_BEGIN = "<!-- refused models -->"
 REFUSED_END = "<!-- end of refused models -->"
 ENGINES_BEGIN = "<!-- engines -->"
 ENGINES_END = "<!-- end of engines -->"
-BASIC_HEAD = """The settings that most runs set. A name leads to its section, which says more.
+BASIC_HEAD = """The settings that most runs set; a name leads to its section.
 """
 REFERENCE_HEAD = """# Configuration
 
@@ -88,8 +88,8 @@ learner.backend learner.parallel learner.dtype learner.lr learner.warmup_steps l
 learner.max_grad_norm learner.max_tokens_per_micro_batch learner.recompute learner.lora.rank
 checkpoint.every_steps checkpoint.keep_last evaluation.every_steps evaluation.at_start evaluation.tasks log.to
 """
-"""Settings that most runs set or whose values people ask for: the first table of the page. The
-others are for a need that their text names."""
+"""Settings that most runs set or whose values people ask for: the page begins with links to them.
+The others are for a need that their text names."""
 
 
 def read_field_docs(kind: type) -> dict[str, str]:
@@ -160,30 +160,29 @@ def render_reference() -> str:
     """Return the text of docs/configuration.md."""
     sections: list[str] = []
     shown: dict[type, tuple[str, Any]] = {}
-    rows: dict[str, str] = {"learner.parallel": _PARALLEL_ROW}
-    _render_section("", Config, Config(), sections, rows, shown)
+    _render_section("", Config, Config(), sections, shown)
     _render_section(
-        "evaluation.sets.NAME", EvaluationSetConfig, EvaluationSetConfig(), sections, rows, shown
+        "evaluation.sets.NAME", EvaluationSetConfig, EvaluationSetConfig(), sections, shown
     )
-    _render_section("data", DataConfig, DataConfig(), sections, rows, shown)
-    _render_section("reward", RewardConfig, RewardConfig(fn=""), sections, rows, shown)
-    _render_section("[env]", EnvEntryConfig, EnvEntryConfig(), sections, rows, shown)
-    basic = ["## To begin with\n", BASIC_HEAD, *_TABLE_HEAD]
-    basic += [_render_basic_row(name, rows[name]) for name in BASIC_SETTINGS.split()]
+    _render_section("data", DataConfig, DataConfig(), sections, shown)
+    _render_section("reward", RewardConfig, RewardConfig(fn=""), sections, shown)
+    _render_section("[env]", EnvEntryConfig, EnvEntryConfig(), sections, shown)
+    basic = ["## To begin with\n", BASIC_HEAD, *_list_basic_settings()]
     return "\n".join([REFERENCE_HEAD, *basic, "", *sections]).rstrip("\n") + "\n"
 
 
-def _render_basic_row(name: str, row: str) -> str:
-    """Return the row of a setting with the first sentence of its text and a link to its section."""
-    cells, _, text = row.removesuffix(" |").rpartition(" | ")
-    sentence = re.split(r"(?<=[\w`)\]])\. (?=[A-Z`\d])", text)[0].rstrip(".")
-    section = name.rpartition(".")[0]
-    return f"| [`{name}`](#{section.replace('.', '') or 'top'}) {cells} | {sentence}. |"
+def _list_basic_settings() -> Iterator[str]:
+    """Return a line for each part of the configuration: its basic settings, with links to their sections."""
+    parts: dict[str, list[str]] = {}
+    for name in BASIC_SETTINGS.split():
+        section = name.rpartition(".")[0]
+        link = f"[`{name}`](#{section.replace('.', '') or 'top'})"
+        parts.setdefault(section.partition(".")[0], []).append(link)
+    return (f"* {', '.join(links)}" for links in parts.values())
 
 
 PAGE_NAME = re.compile(r"docs/([\w-]+)\.md(#[\w-]+)?")
 _TABLE_HEAD = ["| key | type, default | |", "|---|---|---|"]
-_PARALLEL_ROW = "| table | Ranks of each kind of parallelism: `dp`, `tp`, `pp`, `ep`, `cp`. |"
 
 
 def _render_section(
@@ -191,11 +190,9 @@ def _render_section(
     kind: type,
     default: Any,
     out: list[str],
-    all_rows: dict[str, str],
     shown: dict[type, tuple[str, Any]],
 ) -> None:
-    """Append a section and those in it to `out`, and each setting's row without its
-    key to `all_rows`.
+    """Append a section and those in it to `out`.
 
     A section that is another one and more lists only what differs. `shown`: path and defaults of
     the sections so far.
@@ -219,9 +216,7 @@ def _render_section(
         ):
             continue
         text = PAGE_NAME.sub(r"[\1](\1.md\2)", _escape_cell(docs.get(field.name, "")))
-        row = f"| {format_value(field.type, value)} | {text} |"
-        rows.append(f"| `{field.encode_name}` {row}")
-        all_rows[f"{path}.{field.encode_name}".lstrip(".")] = row
+        rows.append(f"| `{field.encode_name}` | {format_value(field.type, value)} | {text} |")
     shown.setdefault(kind, (path, default))
     out.append(f"## `[{path}]`\n" if path else "## Top\n")
     about = kind.__doc__ if "__doc__" in vars(kind) and kind.__doc__ else ""
@@ -235,7 +230,7 @@ def _render_section(
     if rows:
         out += [*_TABLE_HEAD, *rows, ""]
     for name, section, value in inner:
-        _render_section(name, section, value, out, all_rows, shown)
+        _render_section(name, section, value, out, shown)
 
 
 # -- metrics ---------------------------------------------------------------------------------------

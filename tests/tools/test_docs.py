@@ -43,7 +43,8 @@ def test_the_reference_has_every_key_and_its_text():
     assert "| `prometheus_port` | integer or **unset** | " in text
     assert '| `host` | string **`"127.0.0.1"`** | ' in text
     assert "The other keys are those of [`[env]`](#env)." in text
-    assert "| [`learner.lr`](#learner) | float **`1e-06`** | Peak learning rate. |" in text
+    assert "[`learner.lr`](#learner)" in text
+    assert "| `lr` | float **`1e-06`** | Peak learning rate. |" in text
     assert (
         read_field_docs(Config)["name"]
         == "Run directory in `runs/`, a plain name without separators; default: preset and time."

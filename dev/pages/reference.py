@@ -382,7 +382,7 @@ def list_tour_files(page: str) -> tuple[dict[str, int], dict[str, int]]:
     """Return the files of docs/tour.md with their lines: those of its stops, which have calls, and
     those of which the named part is enough to read."""
     file = r"`([\w/]+\.py)` `[\w.]+`"
-    stops = page.partition("\n## Ten questions\n")[0]
+    stops = page.partition("\n## Beside the path\n")[0]
 
     def count_lines(pattern: str) -> dict[str, int]:
         found = re.finditer(pattern, stops, re.MULTILINE)

@@ -158,7 +158,7 @@ LOSS_VALUES = {
         'algorithm.policy_loss="ppo" + algorithm.anchor="rollout": with `algorithm.ppo.dual_clip=3` '
         'as there. Its `loss_type="reinforce"` is "truncated_pg"'
     ),
-    "gpg": "- it is -A log pi without a ratio, the example of your own loss in docs/algorithms.md",
+    "gpg": "- it is -A log pi without a ratio, the example of your own loss in docs/api.md",
     "clip_cov": (
         'algorithm.policy_loss="clip_cov": tokens are chosen in a minibatch, not in each '
         "micro-batch. Its clip range is `algorithm.ppo`"

@@ -79,7 +79,7 @@ def test_the_files_of_the_tour_are_listed_and_few():
     followed, named = list_tour_files(TOUR)
     assert {file for file, _ in STOPS} == set(followed)
     # Beside its files, the tour names the classes behind its protocols, and answers to questions.
-    stops = TOUR.partition("\n## Ten questions\n")[0]
+    stops = TOUR.partition("\n## Beside the path\n")[0]
     behind = "\n".join(re.findall(r"^Protocol `[^:]*:(.*?)\n\n", stops, re.MULTILINE | re.DOTALL))
     mentioned, others = (set(re.findall(r"`([\w/]+\.py)`", text)) for text in (stops, behind))
     assert mentioned - others - {"tests/tools/test_tour.py"} <= {*followed, *named}

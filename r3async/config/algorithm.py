@@ -30,19 +30,18 @@ class RolloutKLConfig(Section):
     bounds on the drift."""
 
     estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
-    """Estimator of the KL term in the loss. The drift for `target` and `max` is always k3's mean
-    over trained tokens."""
+    """Estimator of the KL term in the loss. Measured drift is always k3's mean over trained
+    tokens."""
     coef: float = 0.01
     """Weight of the rollout-KL term. With `target`, its initial value and its minimum."""
     target: PositiveFloat | None = None
-    """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the
-    coefficient stays constant."""
+    """Drift, in nats per token, above which the coefficient is raised after a step."""
     limit: PositiveFloat | None = None
     """A step is shortened, to 1/32 at most, if served drift on the probed episodes would exceed
-    this. Unset: the `target`, if there is one."""
+    this. Unset: the `target`."""
     max: PositiveFloat | None = None
-    """Measured drift above which a step makes no optimizer update; neither does one whose drift
-    is not finite. Unset: no step is refused."""
+    """Measured drift above which a step makes no optimizer update; nor does one whose drift is not
+    finite."""
     measure: Literal["served", "replayed"] = "served"
     """Drift that `target` and `max` use. `served`: with the routers' own choice
     (`rollout_kl/served_k3`). `replayed`: with the rollout's routes (`rollout_kl/k3`)."""
@@ -97,8 +96,8 @@ class ReferenceKLConfig(Section):
     coef: float = 0.0
     """Weight of KL(learner || frozen reference model). 0: that model is not loaded."""
     weighted: bool = True
-    """Weight each token's term by learner / rollout, as is right for tokens that older weights
-    sampled (DeepSeek-V3.2). Off: GRPO's term."""
+    """Weight each token's term by learner / rollout, as is right for tokens of older weights
+    (DeepSeek-V3.2). Off: GRPO's term."""
     weight_cap: PositiveFloat = 5.0
     """Truncation of these weights."""
 
@@ -109,11 +108,10 @@ class DistillationConfig(Section):
     advantage: in the mean, this is the gradient of KL(learner || teacher)."""
 
     teacher: str = ""
-    """Directory of a Hugging Face model with the same tokenizer, which the learner's ranks hold; or
-    the address of a vLLM server that serves one, such as `http://HOST:8000/v1`. Empty: no
-    teacher."""
+    """Directory of a Hugging Face model with the same tokenizer, which the learner's ranks
+    hold; or the address of a vLLM server that serves one, such as `http://HOST:8000/v1`."""
     coef: PositiveFloat = 1.0
-    """Factor by which that difference is multiplied."""
+    """Factor of that difference."""
     rewards: bool = True
     """Train on rewards as well. Off: distillation alone."""
 
@@ -139,7 +137,7 @@ class TruncatedPGConfig(Section):
 class PPOConfig(ClipConfig):
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage, as a multiple of the advantage (3 in
-    arXiv 1912.09729). Unset: no bound."""
+    arXiv 1912.09729)."""
 
     def check_values(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -156,12 +154,12 @@ class GSPOConfig(ClipConfig):
     clip_low: PositiveFloat = 3e-4
     """Clip range of the ratio of a whole episode, per token: 3e-4 and 4e-4 in arXiv 2507.18071."""
     clip_high: PositiveFloat = 4e-4
-    """Upper end of that range. A range meant for single tokens, such as 0.28, would
-    clip nothing here."""
+    """Upper end of that range. One meant for single tokens, such as 0.28, would clip nothing
+    here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights: the square root of twice
-    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n),
-    so that rounding alone clips none."""
+    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise /
+    sqrt(n)."""
 
 
 class CISPOConfig(ClipConfig):
@@ -190,8 +188,7 @@ class CPPOConfig(Section):
     """Threshold of |difference of probability| times a token's weight: 0.15 for dense models and
     0.2 for a mixture in arXiv 2606.10968."""
     weight_min: PositiveFraction = 0.8
-    """Weight of an episode's last token; the first has 1, and those between lie on a line. 1: every
-    token has the same threshold."""
+    """Weight of an episode's last token; the first has 1, and those between lie on a line."""
     budget: PositiveFloat = 0.02
     """Weighted mean of |difference of probability| over the tokens before one, above which its
     threshold is lower."""
@@ -328,23 +325,22 @@ class AlgorithmConfig(Section):
     compared with the same turn of its group, if every turn is rewarded for its own answer.
     `token`: the same for the reward from a token to the episode's end."""
     filter_zero_variance: bool = False
-    """Leave groups out of training whose episodes all have the same score, without
-    `overlong_penalty`. `schedule.replaced_groups` takes others in their place."""
+    """Leave out groups whose episodes all have the same score, without `overlong_penalty`."""
     overlong_filter: bool = False
-    """Leave episodes out of training whose answer or context became too long. Their scores still
-    count in the group."""
+    """Leave out episodes whose answer or context became too long. Their scores still count in
+    the group."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
     reduction: Literal[
         "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
-    """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
+    """What the loss is a mean over (docs/algorithms.md)."""
     policy_loss: str = "truncated_pg"
     """Policy loss (docs/algorithms.md): `truncated_pg`, `sequence_truncated_pg`, `ppo`, `tis`,
     `gspo`, `cispo`, `sapo`, `dppo`, `cppo`, `clip_cov`, `kl_cov`, `m2po`, or your own as
     `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`:
-    the learner's before the step's first update (one more forward pass)."""
+    the learner's before the step (one more forward pass)."""
     truncated_pg: TruncatedPGConfig = msgspec.field(default_factory=TruncatedPGConfig)
     ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
     tis: TISConfig = msgspec.field(default_factory=TISConfig)

@@ -12,11 +12,9 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB as CUDA reports it, used by the plan. Cards of 80 GB have 79.1 to
     79.6, an H200 of 141 GB has 139.8."""
     gpus_per_node: PositiveInt = 8
-    """GPUs of one host, used by the plan. Tensor-parallel ranks are on one host, and so is each
-    engine."""
+    """GPUs of one host, used by the plan."""
     wait_seconds: PositiveFloat = 10.0
-    """Seconds that a run waits for GPUs and CPUs that others use, before it ends and lists the free
-    ones."""
+    """Seconds that a run waits for GPUs and CPUs that others use."""
     interface: str = ""
     """Network interface (`eth0`) for the learner's ranks, NCCL and gloo. Empty: the one by which
     Ray knows a host."""

@@ -28,10 +28,10 @@ class DataConfig(Section):
     in a run's `config.toml`."""
 
     path: str = ""
-    """File, directory or dataset of rows. A `.jsonl`, `.json`, `.csv` or `.parquet` file, a
-    directory of such files or of `datasets.save_to_disk`, or a dataset id on the Hugging Face hub.
-    Relative paths start where the run was started; in a TOML file, at that file. From Python also a
-    list of dicts or a `datasets.Dataset`."""
+    """File, directory or dataset of rows: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
+    directory of such files or of `datasets.save_to_disk`, or a dataset id on the Hugging Face
+    hub. In a TOML file, relative to it. From Python also a list of dicts or a
+    `datasets.Dataset`."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"

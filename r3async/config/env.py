@@ -26,10 +26,10 @@ class EnvConfig(Section):
     workers: PositiveInt = 2
     """Processes per generator that run blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0
-    """Seconds that one call of a blocking environment may take before its process is killed and
+    """Seconds that one call of a blocking environment may take before its process is
     replaced."""
     start_timeout: PositiveFloat = 120.0
-    """Seconds that such a process may take to start and to import the environment."""
+    """Seconds that such a process may take to start."""
     variables: list[str] = msgspec.field(default_factory=list)
     """Environment variables of the generator that these processes and the programs of
     `agent-command` get, besides the usual ones (PATH, HOME, LANG, TMPDIR, PYTHON…)."""

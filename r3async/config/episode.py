@@ -13,31 +13,29 @@ RowsMode = Literal["auto", "merged", "stepwise"]
 
 class EpisodeConfig(Section):
     max_turns: PositiveInt = 16
-    """Turns after which an episode ends, even if the environment would continue."""
+    """Turns after which an episode ends."""
     max_new_tokens: PositiveInt = 256
-    """Maximum number of tokens sampled in one turn; fewer when little context is left."""
+    """Maximum number of tokens sampled in one turn."""
     max_prompt_tokens: PositiveInt = 3840
-    """Maximum number of tokens of a turn's prompt, including the history. A longer first prompt
-    is an error; a longer later one ends the episode."""
+    """Maximum number of tokens of a turn's prompt. A longer first prompt is an error; a longer
+    later one ends the episode."""
     max_total_tokens: PositiveInt = 4096
     """Maximum number of tokens of a turn's prompt and answer together, and so of a sample."""
     rows: RowsMode = "auto"
-    """How an episode becomes samples. `auto`: one sample while each prompt extends what the model
-    has seen; otherwise a new one. `merged`: a prompt that does not extend it is an error.
-    `stepwise`: one sample a turn."""
+    """How an episode becomes samples. `auto`: a new one where a prompt does not extend what the
+    model has seen. `merged`: that is an error. `stepwise`: one sample a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Extra variables for the chat template, such as `{ enable_thinking = false }`."""
     temperature: float = 1.0
     """Sampling temperature. Log-probs and the loss refer to the distribution after it."""
     top_p: Annotated[float, NumberRange(0, 1, excludes_low=True)] = 1.0
-    """Sample from the most probable tokens with this total probability. 1: from all."""
+    """Sample from the most probable tokens with this total probability."""
     top_k: int = 0
     """Sample from this many most probable tokens. 0: from all."""
     min_p: UnitFraction = 0.0
     """Sample from tokens with at least this share of the top token's probability. 0: from all."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """Strings that end an answer. They are kept and trained; what the chat template adds to close
-    the turn is not."""
+    """Strings that end an answer. They are kept and trained."""
     ignore_eos: bool = False
     """Sample past the end of the turn, until `max_new_tokens` or a `stop`."""
     timeout: PositiveFloat = 600.0

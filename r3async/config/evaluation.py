@@ -48,8 +48,7 @@ class EvaluationConfig(Section):
     at_start: bool = False
     """Evaluate before the first step too."""
     tasks: PositiveInt = 32
-    """Number of tasks, or all of the environment's if it has fewer; each is done
-    `samples_per_task` times."""
+    """Number of tasks, or all of the environment's if it has fewer."""
     samples_per_task: PositiveInt = 1
     """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for
     k = 1, 2, 4, … n."""
@@ -63,8 +62,8 @@ class EvaluationConfig(Section):
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
-    """Several sets of tasks, or of answers to the same tasks (docs/evaluate.md#while-a-run-trains).
-    A set lists what differs from `[evaluation]`."""
+    """Several sets of tasks, or of answers to the same tasks
+    (docs/evaluate.md#while-a-run-trains). A set lists what differs."""
     seed: Seed = 0
     """Seed of the tasks. Every evaluation uses the same ones, and training uses none of them."""
 

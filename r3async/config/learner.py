@@ -11,18 +11,18 @@ from r3async.config.section import NumberRange, PositiveFloat, PositiveInt, Sect
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
-    """Routes of the learner's forward passes. `rollout`: the engine's experts (R3). `learner`:
-    the learner's own in a pass before the step (R2). `off`: each pass computes its own."""
+    """Routes of the learner's forward passes. `rollout`: the engine's (R3). `learner`: the
+    learner's own in a pass before the step (R2). `off`: each pass computes its own."""
     gates: Literal["learner", "rollout"] = "learner"
-    """Weights of the experts' outputs in those passes. `learner`: of the learner's own routers.
-    `rollout`: the engine's, which makes drift smaller; then the policy loss does not train routers.
-    Needs `replay = "rollout"`."""
+    """Weights of the experts' outputs in those passes. `learner`: of its own routers.
+    `rollout`: the engine's, which makes drift smaller; then the policy loss does not train
+    routers. Needs `replay = "rollout"`."""
     min_recorded_fraction: UnitFraction = 0.9
     """Minimum share of trained tokens' inputs with recorded routes; a step below it stops the
-    run. Used with replay."""
+    run."""
     trace: Literal["off", "sample", "all"] = "sample"
-    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every tenth
-    step. `all`: every one, for `r3async inspect verify` and whole groups in the report."""
+    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every
+    tenth step. `all`: for `r3async inspect verify` and whole groups in the report."""
 
     def check_values(self) -> None:
         if self.gates == "rollout" and self.replay != "rollout":
@@ -44,11 +44,11 @@ class ParallelConfig(Section):
     pp: PositiveInt = 1
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
-    """Expert parallel: number of the `dp * cp * tp` ranks of a stage that the experts are divided
-    among."""
+    """Expert parallel: number of the `dp * cp * tp` ranks of a stage that divide the
+    experts."""
     cp: PositiveInt = 1
     """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during
-    attention (Ulysses). Each has `1 / cp` of the activations."""
+    attention (Ulysses)."""
 
     @property
     def world_size(self) -> int:
@@ -150,29 +150,28 @@ class LearnerConfig(Section):
     """Decay of the learning rate after the warm-up, down to `min_lr_ratio * lr` at the run's last
     update."""
     warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly; the last of them uses `lr` itself."""
+    """Updates over which the learning rate rises linearly."""
     min_lr_ratio: UnitFraction = 0.0
     """Final learning rate of `linear` and `cosine`, as a share of `lr`."""
     weight_decay: float = 0.0
-    """AdamW's decay of weights, decoupled from the gradient."""
+    """AdamW's decay of weights."""
     betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.95)
     """Adam's decay rates of the gradient's mean and of its square."""
     eps: PositiveFloat = 1e-8
     """Adam's term in the denominator."""
     max_grad_norm: PositiveFloat = 1.0
-    """Norm to which a larger gradient is clipped, over all parameters."""
+    """Norm to which a larger gradient is clipped."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of tokens in one forward pass; tokens of a shared prefix count once."""
     share_prefixes: bool = True
-    """Compute what samples have in common, such as a group's prompt, once. The gradient is the
-    same."""
+    """Compute what samples have in common, such as a group's prompt, once."""
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Do not train the routers."""
     expert_bias_rate: UnitFraction = 0.0
     """Step of the expert bias of models that have one (DeepSeek-V3, GLM-4.5): after each update
-    it rises by this for experts with fewer tokens than the layer's mean, and falls for the others
-    (arXiv 2408.15664). 0: it stays."""
+    it rises by this for experts with fewer tokens than the layer's mean, and falls for the
+    others (arXiv 2408.15664)."""
     offload_moments: bool = False
     """Keep Adam's moments (8 bytes per parameter) in host memory between updates."""
     shard_optimizer: bool = False

@@ -19,7 +19,7 @@ class ObserveConfig(Section):
     replay`."""
     prometheus_port: Port | None = None
     """First port for Prometheus (docs/observing.md#prometheus-and-grafana): each process serves
-    `/metrics` on the first free one from this on. 0: any free port. Unset: none."""
+    `/metrics` on the first free one from this on. 0: any free port."""
     prometheus_host: str = "127.0.0.1"
     """Interface that `/metrics` binds to. Loopback unless set."""
 

@@ -48,7 +48,7 @@ class Config(Section):
     """Steps of training. Raise it to continue a finished run."""
     resume: str = "auto"
     """Checkpoint to start from. `auto`: this run's newest intact one, if any. `none`: start at
-    step 0. Otherwise the path of a checkpoint, or of a run."""
+    step 0. Otherwise a checkpoint's or run's path."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)

@@ -14,7 +14,7 @@ class DifficultyConfig(Section):
     have. Off by default."""
 
     groups: PositiveInt = 3
-    """Number of a task's latest groups whose mean rewards decide its difficulty."""
+    """Number of a task's latest groups that decide its difficulty."""
     settled_share: UnitFraction = 1.0
     """Difficulty filter: share of its turns in which a settled task is used
     (docs/environments.md#tasks-by-past-reward). 1: no filter."""
@@ -23,8 +23,8 @@ class DifficultyConfig(Section):
     hard: SignedFloat = 0.0
     """Mean reward of a group at or below which it is too hard."""
     target: SignedFloat | None = None
-    """Curriculum: of the next task and three random ones, use the one whose latest mean reward is
-    nearest to this. Unset: tasks are used in turn."""
+    """Curriculum: of the next task and three random ones, use the one whose latest mean reward
+    is nearest to this. Unset: off."""
 
     @property
     def is_active(self) -> bool:
@@ -46,29 +46,28 @@ class ScheduleConfig(Section):
     (docs/asynchrony.md#the-bound)."""
     max_token_age: int | None = None
     """Age in versions above which a token is left out of the policy loss, but not of the KL
-    terms. Unset: none is."""
+    terms."""
     split: Literal["idle", "capacity"] = "idle"
-    """When one group runs on several generators. `idle`: when generators would be idle, or a group
+    """When one group runs on several generators. `idle`: when generators would be idle, or it
     is too large for one. `capacity`: also whenever a generator has capacity for a part."""
     prompts_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, the minimum."""
     tokens_per_step: int = 0
-    """Minimum number of trainable tokens a step: it takes more groups until it has them, or all
-    that may be in flight. 0: off."""
+    """Minimum number of trainable tokens a step, which takes more groups until it has them. 0:
+    off."""
     replaced_groups: int = 0
-    """Dynamic sampling: maximum number of groups that a step takes in place of those whose episodes
-    all have the same score. Set `algorithm.filter_zero_variance` too."""
+    """Dynamic sampling: maximum number of groups that a step takes in place of those with equal
+    scores. Set `algorithm.filter_zero_variance` too."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     group_size: PositiveInt = 8
     """Episodes per prompt, whose rewards are compared."""
     minibatches_per_step: PositiveInt = 1
-    """Parts into which a step's groups are divided, each with its own optimizer update; at most
+    """Parts of a step's groups, each with its own optimizer update; at most
     `prompts_per_step`."""
     epochs_per_step: PositiveInt = 1
-    """Passes of a step through its minibatches, with an update for each. Staleness stays the
-    same; drift is measured before each update."""
+    """Passes of a step through its minibatches, with an update for each."""
     steps_per_publication: PositiveInt = 1
-    """Steps between two versions of the weights that engines get. Staleness counts versions."""
+    """Steps between two versions of the weights that engines get."""
 
     @property
     def updates_per_step(self) -> int:

@@ -48,12 +48,11 @@ class ServingConfig(Section):
     its endpoint, for its own episodes; `enabled` opens it to agents that others start."""
 
     enabled: bool = False
-    """Let anyone who has the token begin sessions. Address and token of each generator are in
-    `runs/NAME/serving-*.json`."""
+    """Let anyone who has the token begin sessions (`runs/NAME/serving-*.json`)."""
     host: str = "127.0.0.1"
     """Interface of the endpoint. Loopback unless set; any other needs a `token`."""
     port: Port = 0
-    """Port of the endpoint. 0: a free one. A fixed number allows only one generator a host."""
+    """Port of the endpoint. 0: a free one. A fixed one allows one generator a host."""
     token: Secret = msgspec.field(default_factory=Secret)
     """Token for opening sessions. Empty: a random one for each generator. `$NAME`: a variable of
     the generator. It is written to no file, so give it again when you resume, unless it is a
@@ -63,11 +62,11 @@ class ServingConfig(Section):
     the form of Hermes and Qwen. Otherwise vLLM's of that name, such as `llama3_json`."""
     max_connections: PositiveInt = 512
     """Maximum number of connections to one endpoint. A further one replaces the oldest that has
-    shown no key; if all have, it is closed."""
+    shown no key."""
     max_sessions: PositiveInt = 64
     """Maximum number of open sessions for agents that others start."""
     unrewarded: SignedFloat | None = None
-    """Reward of an episode whose agent gave none. Unset: it is an error, and tried again."""
+    """Reward of an episode whose agent gave none. Unset: it is an error."""
 
     def check_values(self) -> None:
         if isinstance(self.token, str):

@@ -67,8 +67,8 @@ class SuperviseConfig(Section):
     (600), and the last episodes of a generator that leaves (120). Raise it for slow disks and
     networks."""
     stall_seconds: PositiveFloat = 600.0
-    """Seconds for which a stage with work may make no progress before it counts as stalled. Set it
-    above the longest call of an environment or tool (docs/operations.md#stalls)."""
+    """Seconds for which a stage with work may make no progress (docs/operations.md#stalls). Set
+    it above the longest call of an environment or tool."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
     """Reaction to a stall. `warn`: none. `restart`: the generator, learner or conductor is
     restarted; a full disk is waited for; any other stage ends the run. `abort`: the run ends."""
@@ -83,18 +83,17 @@ class SuperviseConfig(Section):
     lost."""
     copy_steps: int = 1
     """Steps between two copies of the ranks' state, from which they restart if one is lost
-    (docs/operations.md#a-rank-is-lost). 0: none; the run restarts from its newest checkpoint."""
+    (docs/operations.md#a-rank-is-lost). 0: none."""
     stop_grace_seconds: PositiveFloat = 30.0
-    """Seconds that each part of the end of a run may take: engines, evaluations, records."""
+    """Seconds that each part of the end of a run may take."""
     max_failed_fraction: UnitFraction = 0.1
-    """Share of the last 100 tasks that may fail for good, after `episode.retries`, before the run
-    stops with the last error. A task that fails in part counts for that part. 0: the first failure
-    stops the run."""
+    """Share of the last 100 tasks that may fail for good before the run stops with the last
+    error. A task that fails in part counts for that part. 0: the first failure stops the
+    run."""
 
     max_skipped_steps: int = 20
     """Steps in a row that may make no update because the gradient was not finite or drift was
-    above `algorithm.rollout_kl.max`; the next one fails the run. Steps with zero variance do not
-    count."""
+    above `algorithm.rollout_kl.max`; the next one fails the run."""
 
     @property
     def limits(self) -> TimeLimits:

@@ -13,7 +13,7 @@ class WeightsConfig(Section):
     on one host, else `tcp`."""
     relay: bool = True
     """With `tcp`, let generators' hosts pass weights on: the learner then sends a version only
-    twice. They listen on a free port."""
+    twice."""
     bucket_bytes: ByteCount = 64 * 2**20
     """Size of the pieces in which weights are converted and sent."""
     probe: bool = True
@@ -26,5 +26,5 @@ class WeightsConfig(Section):
     """Mean |difference| in nats that the probe accepts. Default: 0.15; if engine and learner are
     both float32, 1e-3, or 0.019 for an engine on GPUs."""
     directory: str = ""
-    """Directory of published weights. Default: shared memory (`/dev/shm`), or the temporary
-    directory where there is none."""
+    """Directory of published weights. Default: `/dev/shm`, or the temporary directory where
+    there is none."""

@@ -103,9 +103,8 @@ class ReferenceKLConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Distillation on the policy's own samples (on-policy distillation): a teacher scores each
-    sampled token. The difference between its log-prob and the engine's is added to the token's
-    advantage: in the mean, this is the gradient of KL(learner || teacher)."""
+    """On-policy distillation: a teacher's log-prob minus the engine's is added to the advantage
+    of each sampled token, in the mean the gradient of KL(learner || teacher)."""
 
     teacher: str = ""
     """Directory of a Hugging Face model with the same tokenizer, which the learner's ranks
@@ -224,9 +223,9 @@ class M2POConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Masks for trained tokens that the policy loss leaves out because learner and rollout policy
-    differ on them too much. The KL terms keep them, and denominators stay unchanged. Each mask is
-    off unless set. A ratio is learner / rollout, and bounds are inclusive."""
+    """Tokens that the policy loss leaves out because learner and rollout policy differ on them
+    too much; KL terms and denominators keep them. Each mask is off unless set. A ratio is
+    learner / rollout, and bounds are inclusive."""
 
     icepop_low: float | None = None
     icepop_high: float | None = None

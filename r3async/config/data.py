@@ -23,9 +23,9 @@ class RewardConfig(Section):
 
 
 class DataConfig(Section):
-    """Your own rows as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward` is
-    set beside `data`, at the top. Both become `env.name = "dataset"` and `env.args`, and appear so
-    in a run's `config.toml`."""
+    """Your own rows as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward`
+    is set beside `data`, at the top. In `config.toml` both are `env.name = "dataset"` and
+    `env.args`."""
 
     path: str = ""
     """File, directory or dataset of rows: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a

@@ -132,10 +132,10 @@ def _hide_entry_secrets(entry: Any) -> Any:
 
 
 class EnvEntryConfig(EnvConfig):
-    """One of several environments: `[[env]]`, once for each. It takes the keys of `[env]`, or
-    `data` and `reward`, and those below. In a run's `config.toml` they are `env.args.LABEL` of the
-    environment `mix`, and so they are on the command line: `env.args.guess.weight=2`. An unset key
-    has the value of `[episode]`, which is also its maximum."""
+    """One of several environments: `[[env]]`, once for each, with the keys of `[env]`, or
+    `data` and `reward`, and those below. In `config.toml` and on the command line they are
+    `env.args.LABEL` of the environment `mix`: `env.args.guess.weight=2`. An unset key has the
+    value of `[episode]`, which is also its maximum."""
 
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the sum of all weights."""

@@ -11,7 +11,7 @@ import typer
 from dev.bench.commands import app as bench
 from r3async.config import ConfigError
 from r3async.tools.cli import OverridesArgument, run_app
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RunsOption
 
 app = typer.Typer(
     add_completion=False,
@@ -53,7 +53,7 @@ def chaos(
             help="record the run, and make its steps again: every digest has to be the same",
         ),
     ] = False,
-    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
     """Inject the faults of a scenario into a real run, and check what it trained. Exits with 1
@@ -209,7 +209,7 @@ def sweep(
     ],
     only: Annotated[str, typer.Option(help="only runs whose names contain this text")] = "",
     parallel: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
-    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Make a plan's runs that are not finished yet, and print means with intervals. Exits with 1
     if a run failed."""

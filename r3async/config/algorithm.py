@@ -46,8 +46,8 @@ class RolloutKLConfig(Section):
     """Drift that `target` and `max` use. `served`: with the routers' own choice
     (`rollout_kl/served_k3`). `replayed`: with the rollout's routes (`rollout_kl/k3`)."""
     probe_share: UnitFraction = 0.04
-    """Share of a step's tokens on which served drift is measured, with one more forward pass: at
-    least 640 tokens, but at most a quarter of the step. 0: it is not measured."""
+    """Share of a step's tokens on which served drift is measured, with one more forward pass; at
+    least 640 tokens, or a quarter of the step if that is less. 0: it is not measured."""
     probe_every: PositiveInt = 4
     """Steps between two such passes; in between, served drift is estimated from the replayed one.
     With `max` and no `limit` there is one every step."""

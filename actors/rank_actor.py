@@ -79,7 +79,6 @@ class LocalRank:
         self._sender: WeightSender = UnsetSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, HostWeights] | None = None
-        self._writes_share = False
         self._snapshot_memory: HostWeights | None = None
         """Memory that snapshots are copied into; the first snapshot allocates it."""
         self._staged_checkpoint: RankState | None = None
@@ -165,7 +164,6 @@ class LocalRank:
         """Set the transport to which `write_version` gives the weights; see
         `weight_transport.build_weight_sender`. With `write_together`, several ranks write a
         version. One alone needs no `sender_keys`: the learner serves it."""
-        self._writes_share = write_together
         if not write_together or backend == "nccl":  # otherwise the learner offers what they wrote
             self._sender = build_weight_sender(self._config, backend, self._world)
 
@@ -193,11 +191,9 @@ class LocalRank:
                 self._snapshot = version, self._snapshot_memory
 
     def _copy_weights(self, memory: HostWeights | None) -> HostWeights:
-        if self._writes_share:
-            return copy_share_to_host(
-                self.backend.iter_full_weights, memory, self._config.weights.bucket_bytes
-            )
-        return copy_to_host(self.backend.export_weights(copy=False), memory)
+        return copy_share_to_host(
+            self.backend.iter_full_weights, memory, self._config.weights.bucket_bytes
+        )
 
     def discard_snapshot(self) -> None:
         """Drop the snapshot, if there is one: it is written already."""

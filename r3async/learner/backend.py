@@ -176,7 +176,7 @@ class LearnerBackend:
         than its part of the model. The memory gathered for one weight is free again when the next
         one is requested. Collective: all ranks have to iterate to the end.
         """
-        raise NotImplementedError
+        yield from self.export_weights(copy=False).items()
 
     def export_adapters(self) -> dict[str, Tensor]:
         """Return the adapters as engines have them; see `LoraAdapters.gather_served_factors`."""

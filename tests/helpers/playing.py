@@ -1,9 +1,10 @@
-"""Episodes of a lease, played as a generator plays them."""
+"""Episodes of a lease, played as a generator plays them, and a generator of which a test makes the parts."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from r3async.actors.generator import GeneratorActor
 from r3async.config import EpisodeConfig
 from r3async.rollout.episode import EpisodeTask
 from r3async.rollout.lease_player import PlayedEpisode, RetryingPlayer
@@ -41,3 +42,17 @@ async def play_lease(
         for index in episodes:
             tasks.create_task(play(EpisodeTask(group, index, task_seed)))
     return played
+
+
+class GeneratorOnEngine(GeneratorActor):
+    """A generator that plays on this engine with this chat renderer, and loads none."""
+
+    def __init__(self, engine: Any, chat: ChatRenderer, *args: Any):
+        super().__init__(*args)
+        self.engine, self.chat = engine, chat
+
+    def make_engine(self, model_path: str, seed: int) -> Any:
+        return self.engine
+
+    def make_renderer(self, model_path: str) -> ChatRenderer:
+        return self.chat

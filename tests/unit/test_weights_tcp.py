@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
 from r3async.actors.run_setup import RunSetup
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import CorruptWeightsError, InstallReport
@@ -39,9 +39,11 @@ from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.weights.version_reader import iter_verified_tensors, verify_version_file
 from r3async.weights.version_store import DeltaVersionStore
 from r3async.world.disk import write_at
-from r3async.world.real import REAL_WORLD
+from r3async.world.real import REAL_WORLD, RealWorld
 from r3async.world.zmq_sockets import ZeroMqSockets
-from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
+from tests.helpers.playing import GeneratorOnEngine
+from tests.helpers.serving import renderer
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, KeepingSender
 
 
 def tensors(step: int, elements: int = 300_000, lr: float = 3e-6) -> dict[str, torch.Tensor]:
@@ -116,9 +118,10 @@ async def test_hosts_get_the_file_and_then_what_changed(learner, make):
             assert got[0] < manifest.nbytes / 10
         else:
             assert got == [parts[0].nbytes] * 3
-        for receiver in receivers:
-            assert len(list(receiver._cache.path.glob("version-*"))) <= 2
-            assert not list(receiver._cache.path.glob(".*"))
+        for each in found:
+            folder = Path(each.path).parent
+            assert len(list(folder.glob("version-*"))) <= 2
+            assert not list(folder.glob(".version-*"))
 
 
 async def test_a_host_that_applies_a_delta_has_one_block_of_it_in_memory(learner, make):
@@ -181,28 +184,31 @@ async def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(learne
     verify_version_file(old)
 
 
-async def test_one_that_waits_for_the_file_of_its_host_ends_when_it_stops(learner, make):
-    fetching, waiting = make("h0", "g0"), make("h0", "g1")
+async def test_one_that_waits_for_the_file_of_its_host_ends_when_it_stops(learner, make, tmp_path):
+    waiting = make("h0")
     manifest, parts = learner.publish(0)
-    with fetching._cache.claim_fetch() as mine:
+    (folder,) = tmp_path.glob("h0/weights-*")
+    other = HostVersionCache(folder.parent, folder.name.removeprefix("weights-"))
+    with other.claim_fetch() as mine:  # as another generator of the host does
         assert mine
         waits = asyncio.ensure_future(fetch(waiting, manifest, parts))
         await asyncio.sleep(0.05)
-        await fetching.close()
-        await waiting.close()  # the last of the host: its folder is gone
+        other.close()
+        await waiting.close()
+        assert not folder.exists(), "that was the last of the host"
         with pytest.raises(WeightError, match="stops"):
             await waits
     with pytest.raises(WeightError, match="stops"):
         await fetch(waiting, manifest, parts)
 
 
-async def test_one_that_fetches_ends_when_it_stops(learner, make):
+async def test_one_that_fetches_ends_when_it_stops(learner, make, tmp_path):
     manifest, parts = learner.publish(0)
     await learner.close()  # nothing arrives
     receiver = make("h0")
     fetches = asyncio.ensure_future(fetch(receiver, manifest, parts))
     await asyncio.sleep(0.2)
-    assert list(receiver._cache.path.glob(".version-*"))
+    assert list(tmp_path.glob("h0/*/.version-*"))
     await receiver.close()
     with pytest.raises(WeightError, match="stops"):
         await fetches
@@ -235,7 +241,10 @@ async def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(learner, mak
 class Verifying:
     """An engine that reads what it installs, as far as to see whether it is what was published."""
 
-    version, suspects_all = -1, False
+    version, suspects_all, routing = -1, False, None
+
+    async def start(self):
+        pass
 
     async def install_version(self, manifest, timeout):
         try:
@@ -244,23 +253,24 @@ class Verifying:
                 raise WeightError("tensor 'w' is corrupt")
         except WeightError as error:
             raise CorruptWeightsError(str(error)) from error
-        self.version = manifest.version
+        self.version, self.manifest = manifest.version, manifest
         return InstallReport(manifest.version, 0.1, 0.0)
 
 
 async def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(learner, make, tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
     first, second = make("h0"), make("h0", "g1")
+    monkeypatch.setattr("r3async.actors.generator.build_weight_receiver", lambda *args: second)
     manifest, parts = learner.publish(0)
     publication = TransferOffer(hidden(msgspec.structs.replace(manifest, lineage=1)), parts)
     write_at(Path((await fetch(first, manifest, parts)).path), 5000, [b"??"])
-    actor = GeneratorActor(
-        REAL_WORLD, RunSetup("run", config_to_dict(load_config("quickstart")), str(tmp_path)), "g1", "nowhere"
-    )
-    engine = Verifying()
-    actor._loaded, actor._connection = EngineAndRenderer(engine, None), LearnerConnection(None, second)
+    engine, setup = Verifying(), RunSetup("run", config_to_dict(load_config("quickstart")), str(tmp_path))
+    actor = GeneratorOnEngine(engine, renderer(), REAL_WORLD, setup, "g1", "nowhere")
+    monkeypatch.setattr(actor, "make_sender", lambda *args: KeepingSender())
+    await actor.start()
+    await actor.connect_to_learner("", "tcp", CLIENT_KEYS)
     assert ((await actor.install_version(publication)).version, engine.version) == (0, 0)
-    assert same(actor._installed_manifest, manifest)
+    assert same(engine.manifest, manifest)
     assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
     # Where that does not help it is not done for ever.
     engine.suspects_all, before = True, second.received_bytes
@@ -298,29 +308,35 @@ async def test_two_hundred_versions_later_the_digest_is_the_learners(learner, ma
     await fetch(other, publication.manifest, parts)
 
 
-@settings(max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["join", "done", "failed"])), max_size=200))
+def assert_reaches_learner(parents: dict[str, str], address: str) -> None:
+    """Fail if a host gets a stream from itself, through others: its address, and then those of its parents."""
+    seen = [address]
+    while (address := parents[address]) != ROOT_ADDRESS:
+        assert address not in seen
+        seen.append(address)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["join", "done", "failed"])), max_size=200))
 def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
-    tree, trees = RelayTree(), RelayTrees()
+    tree, trees, receiving = RelayTree(), RelayTrees(), {}
+    parents, parents_by_message = {}, {}
     for number, what in events:
-        name, address = f"n{number}", f"tcp://n{number}:1" if number % 7 else ""
-        node = tree._nodes.get(name)
+        name = f"n{number}"
+        address = f"tcp://n{number}:1" if number % 7 else ROOT_ADDRESS  # every seventh host passes nothing on
         if what == "done":
             tree.finish_node(name)
+            receiving.pop(name, None)
             continue
-        avoid = [node.parent and tree._nodes[node.parent].address] if node and what == "failed" else []
-        parent = tree.place_node(name, address, [a for a in avoid if a])
-        assert parent != address or parent == ROOT_ADDRESS
-        assert parent not in avoid or parent == ROOT_ADDRESS
-        trees.handle_join(name, Join("s", address, tuple(avoid)))
-        at, seen = name, set()
-        while at != ROOT_ADDRESS:
-            assert at not in seen
-            seen.add(at)
-            at = tree._nodes[at].parent
-        counted = Counter(n.parent for m, n in tree._nodes.items() if m != ROOT_ADDRESS and not n.is_done)
-        for parent_name, count in counted.items():
-            assert parent_name == ROOT_ADDRESS or count <= FANOUT
+        failed = parents.get(address, ROOT_ADDRESS) if what == "failed" else ROOT_ADDRESS
+        avoid = [failed] if failed != ROOT_ADDRESS else []
+        parents[address] = receiving[name] = tree.place_node(name, address, avoid)
+        assert parents[address] not in avoid
+        assert_reaches_learner(parents, address)
+        parents_by_message[address] = trees.handle_join(name, Join("s", address, tuple(avoid))).parent
+        assert_reaches_learner(parents_by_message, address)
+        children = Counter(receiving.values())
+        assert all(count <= FANOUT for address, count in children.items() if address != ROOT_ADDRESS)
 
 
 def place_hosts(trees: RelayTrees, names, reaches) -> dict[str, int]:
@@ -457,22 +473,43 @@ def test_a_parent_that_failed_in_one_stream_alone_has_children_in_the_next(busy)
     assert busy.handle_join("h0", Join("next", "tcp://h0")).parent == "tcp://g0"
 
 
-async def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(learner):
+class PeersByHand(RealWorld):
+    """A world without a network, in which the test says what the peers of a server say. `answers` are the server's, each
+    with the peer that it is for."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[bytes, relay.RelayMessage]] = []
+
+    def open_sockets(self):
+        async def close() -> None:
+            pass
+
+        return SimpleNamespace(bind_router=self.bind_router, close=close)
+
+    def bind_router(self, address, on_message, **options):
+        self.on_message = on_message
+        return SimpleNamespace(endpoint=address, send=self.keep_answer)
+
+    def keep_answer(self, frames) -> int:
+        self.answers.append((frames[0], decode_relay_message(frames[1])))
+        return 0
+
+    def say(self, peer: bytes, message: relay.RelayMessage | bytes) -> None:
+        body = message if isinstance(message, bytes) else relay.encode_relay_message(message)
+        self.on_message([zmq.Frame(peer), zmq.Frame(body)])
+
+
+def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(tmp_path):
     """All messages lie there when the socket is read: what one of them raised, the others waited for."""
-
-    class Frame:
-        def __init__(self, data: bytes):
-            self.bytes = data
-
-    _, (source,) = learner.publish(0)
-    sent: list[bytes] = []
-    learner.server._open_sockets[0].send = lambda frames: sent.append(bytes(frames[0]))
+    world = PeersByHand()
+    server, part = TcpServer("127.0.0.1", SERVER_KEYS, world), part_of(0, 0, "", tmp_path)
+    server.offer_version(SimpleNamespace(path=part.path), part)
     for peer in (b"\xff", b"g0", b"\xfe\x00"):
-        for message in (Join(source.parts[0].name, ""), relay.Done(source.parts[0].name, "")):
-            learner.server._handle_message([Frame(peer), Frame(relay.encode_relay_message(message))])
+        for message in (Join(part.name, ""), relay.Done(part.name, "")):
+            world.say(peer, message)
         for body in (b"\x91" * 5000, b"\xa1\xff", b"\x82\xa4type\xa4Join\xff"):
-            learner.server._handle_message([Frame(peer), Frame(body)])
-    assert sent == [b"g0"]
+            world.say(peer, body)
+    assert world.answers == [(b"g0", Place(part.name, ROOT_ADDRESS))]
 
 
 async def test_what_a_message_raises_keeps_no_other_from_being_read():
@@ -505,10 +542,11 @@ async def test_what_a_message_raises_keeps_no_other_from_being_read():
 
 def test_the_tree_is_as_deep_as_a_logarithm():
     for hosts in (1, 2, 8, 64, 500):
-        tree = RelayTree()
+        tree, depths = RelayTree(), {ROOT_ADDRESS: 0}
         for number in range(hosts):
-            tree.place_node(f"n{number}", f"tcp://n{number}:1")
-        assert max(node.depth for node in tree._nodes.values()) <= math.ceil(math.log2(hosts + 2)) + 1
+            address = f"tcp://n{number}:1"
+            depths[address] = depths[tree.place_node(f"n{number}", address)] + 1
+        assert max(depths.values()) <= math.ceil(math.log2(hosts + 2)) + 1
 
 
 def test_no_host_gets_a_stream_from_one_that_gets_it_from_it_through_others():
@@ -541,17 +579,18 @@ def part_of(version: int, number: int, endpoint: str, directory: Path) -> Publis
 
 @pytest.fixture
 async def parts_elsewhere(tmp_path):
-    """A server of two versions of three parts, the last two of which another host has; and all parts."""
-    server = TcpServer("127.0.0.1", SERVER_KEYS)
+    """A server of two versions of three parts, the last two of which another host has; all parts; and its peers."""
+    world = PeersByHand()
+    server = TcpServer("127.0.0.1", SERVER_KEYS, world)
     versions = [[part_of(v, n, "tcp://there:1" if n else "", tmp_path) for n in range(3)] for v in range(2)]
     for parts in versions:
         server.offer_version(SimpleNamespace(path=parts[0].path), *parts)
-    yield server, versions
+    yield server, versions, world
     await server.close()
 
 
 async def test_a_host_that_serves_anew_serves_its_parts_of_all_versions(parts_elsewhere):
-    server, _ = parts_elsewhere
+    server, _, _ = parts_elsewhere
     assert len(server.list_remote_parts("tcp://there:1")) == 4
     server.move_parts("tcp://there:1", "tcp://there:2")
     assert not server.list_remote_parts("tcp://there:1")
@@ -559,14 +598,12 @@ async def test_a_host_that_serves_anew_serves_its_parts_of_all_versions(parts_el
 
 
 async def test_no_part_of_a_version_that_was_removed_is_offered_any_more(parts_elsewhere):
-    server, versions = parts_elsewhere
+    server, versions, world = parts_elsewhere
     os.unlink(versions[0][0].path)
     server.serve_files({})
-    sent = []
-    server._open_sockets[0] = SimpleNamespace(send=lambda frames: sent.append(decode_relay_message(frames[1])))
     for part in versions[0]:
-        server._handle_request(b"peer", Join(part.name, "tcp://h:1", ()))
-    assert [type(message) for message in sent] == [Gone] * 3
+        world.say(b"peer", Join(part.name, "tcp://h:1", ()))
+    assert world.answers == [(b"peer", Gone(part.name)) for part in versions[0]]
 
 
 def test_a_host_that_receives_the_second_part_of_a_version_passes_that_one_on(tmp_path):
@@ -588,11 +625,11 @@ async def test_a_host_names_all_parents_that_failed_it(learner, make, monkeypatc
     places = ["tcp://127.0.0.1:9", "tcp://127.0.0.1:13", ROOT_ADDRESS]  # at the first two is nobody
     avoided = []
 
-    def place(name, message):
+    def place(trees, name, message):
         avoided.append(message.avoid)
         return Place(message.stream, places[len(message.avoid)], False)  # a join that is repeated gets the same
 
-    monkeypatch.setattr(learner.server._trees, "handle_join", place)
+    monkeypatch.setattr(RelayTrees, "handle_join", place)
     assert same(await fetch(make("h0"), manifest, parts), manifest)
     assert list(dict.fromkeys(avoided)) == [
         (),

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
+from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.run_setup import RunSetup
-from r3async.config import Config, config_from_dict, config_to_dict
+from r3async.config import Config, config_from_dict, config_to_dict, load_config
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.data.versions import Lineage
 from r3async.data.wire import encode_trajectory
@@ -21,7 +20,11 @@ from r3async.learner import prepare, trainer
 from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.prepare import PreparedStep, prepare_minibatches
 from r3async.learner.trainer import Trainer
-from r3async.schedule.task_failures import TrajectoryQuarantine
+from r3async.rollout.engine import Generation, GenerationRequest
+from r3async.rollout.scripted import ScriptedEngine
+from r3async.schedule.run_ahead import GroupLease
+from r3async.schedule.task_failures import EpisodeEnd, TrajectoryQuarantine
+from r3async.schedule.tasks import training_seed
 from r3async.schedule.validation import (
     InvalidTrajectory,
     check_trajectories,
@@ -29,9 +32,13 @@ from r3async.schedule.validation import (
     find_invalid,
     validate_trajectories,
 )
-from r3async.weights.version_store import SharedMemoryReceiver
+from r3async.weights.interfaces import TransferOffer
+from r3async.weights.manifest import WeightManifest
 from r3async.world.real import REAL_WORLD
-from tests.helpers.transport import LIMIT, Inbox, receiving, sending
+from tests.helpers.playing import GeneratorOnEngine
+from tests.helpers.serving import renderer
+from tests.helpers.transport import CLIENT_KEYS, LIMIT, Inbox, receiving
+from tests.helpers.world import StandIn
 from tests.unit.test_buffer import ROUTING, make_trajectory
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -224,30 +231,50 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
     assert all(np.isfinite(value) for value in prepared.metrics.values())
 
 
+class WrongOnce(ScriptedEngine):
+    """An engine whose first answer has a log-prob that no distribution gives."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        answer = await super().generate(request)
+        if request is self.requests[0]:
+            answer.logprobs[0] = 1e30
+        return answer
+
+
+class LeaseOnce(StandIn):
+    """A conductor with one group to play. It keeps what a generator reports."""
+
+    def __init__(self, lease: GroupLease):
+        self.leases, self.ended = [lease], list[EpisodeEnd]()
+
+    async def lease_groups(self, message: bytes) -> bytes:
+        call = msgspec.msgpack.decode(message, type=LeaseCall)
+        self.ended += call.ended
+        leases, self.leases = self.leases, []
+        return msgspec.msgpack.encode(LeaseAnswer(leases, more=False))
+
+
 async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
-    config = config_to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
-    engine: Any = SimpleNamespace(routing=ROUTING, version=3)
-    renderer: Any = SimpleNamespace(eos_token_id=0)
-    actor = GeneratorActor(REAL_WORLD, RunSetup("run", config, str(tmp_path), Lineage(3)), "g0", "model")
+    config = config_to_dict(load_config("quickstart", ["schedule.group_size=2"]))
+    chat, conductor = renderer(), LeaseOnce(GroupLease(0, training_seed(0, 0), (0, 1)))
+    setup = RunSetup("run", config, str(tmp_path), Lineage(3))
+    actor = GeneratorOnEngine(WrongOnce([[65, chat.eos_token_id]]), chat, REAL_WORLD, setup, "g0", "model")
     inbox = Inbox()
-    async with (
-        receiving(inbox) as (_, endpoint),
-        sending(endpoint, validate=actor._find_invalid, on_reject=actor._replace_rejected) as sender,
-    ):
-        actor._loaded, actor._connection = (
-            EngineAndRenderer(engine, renderer),
-            LearnerConnection(sender, SharedMemoryReceiver()),
-        )
-        await actor._send_trajectory(make_trajectory(0, 1))
-        await actor._send_trajectory(POISON["reward of 1e39"][0])
-        await asyncio.gather(*actor._send_tasks)
-        assert await sender.flush(LIMIT) == 0
-    sent = [(t.trajectory_id, len(t.turns), t.lineage) for t in inbox.trajectories]
-    assert sent == [("g0e1", 1, 3), ("g00000000e0000", 0, 3)]
+    async with receiving(inbox) as (_, endpoint):
+        await actor.start()
+        await actor.connect_to_learner(endpoint, "shared_memory", CLIENT_KEYS)
+        await actor.install_version(TransferOffer(WeightManifest(3, "", {}, 0, lineage=3), ()))
+        await asyncio.wait_for(actor.run(conductor), LIMIT)
+        await actor.stop()
+    sent = {t.trajectory_id: (len(t.turns) > 0, t.lineage) for t in inbox.trajectories}
+    assert sent == {"g00000000e0000": (False, 3), "g00000000e0001": (True, 3)}
+    (failure,) = (end for end in conductor.ended if end.failed_by == "learner")
+    reason = "g0 made it wrong: sample g00000000e0000s0 trains a token of log-prob 1e+30"
+    assert reason in failure.error
     text = (tmp_path / "events.jsonl").read_text()
     assert "trajectory_rejected" in text
-    assert "g0 made it wrong: trajectory g0e0 has rewards of 1e+39" in text
+    assert reason in text
 
 
 def test_the_quarantine_stays_below_its_limit_and_names_all(tmp_path):

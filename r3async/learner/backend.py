@@ -105,7 +105,7 @@ class LearnerBackend:
         self.replay = replay
         self.optimizer = optimizer
         self.trust_region = TrustRegion(config.algorithm.rollout_kl)
-        self._adapters = adapters
+        self.adapters = adapters
         self.adapter_states = None if adapters is None else AdapterStates(adapters, optimizer)
         self.expert_biases = expert_biases
         self.stage_digests = StageDigests() if config.observe.record == "full" else None
@@ -180,13 +180,13 @@ class LearnerBackend:
 
     def export_adapters(self) -> dict[str, Tensor]:
         """Return the adapters as engines have them; see `LoraAdapters.gather_served_factors`."""
-        assert self._adapters is not None, "`learner.lora.rank` is 0"
-        return self._adapters.gather_served_factors(self.ranks)
+        assert self.adapters is not None, "`learner.lora.rank` is 0"
+        return self.adapters.gather_served_factors(self.ranks)
 
     def use_start_weights(self) -> AbstractContextManager[None]:
         """Compute with the start model's weights in a block; see `LoraAdapters.use_reference_weights`."""
-        assert self._adapters is not None, "`learner.lora.rank` is 0"
-        return self._adapters.use_reference_weights()
+        assert self.adapters is not None, "`learner.lora.rank` is 0"
+        return self.adapters.use_reference_weights()
 
     def parameter_slices(self) -> list[ShardSlice]:
         """Return where this rank's part of each unfrozen parameter lies in the whole, in the
@@ -198,8 +198,8 @@ class LearnerBackend:
         adapters on them."""
         return (
             self.parameter_slices()
-            if self._adapters is None
-            else [one.shard_slice for one in self._adapters.list_parameters()]
+            if self.adapters is None
+            else [one.shard_slice for one in self.adapters.list_parameters()]
         )
 
     def owned_slices(self) -> list[ShardSlice]:

@@ -75,16 +75,16 @@ def gradients_of_step(
 
 def randomize(learner: LearnerBackend, seed: int = 5) -> None:
     """Set the adapters to values that change the model, the same for any number of ranks."""
-    assert learner._adapters is not None
+    assert learner.adapters is not None
     with torch.no_grad():
-        for one in learner._adapters.list_parameters():
+        for one in learner.adapters.list_parameters():
             (place,) = one.shard_slice.places
             if ".lora_B." in place.name:
                 rng = torch.Generator().manual_seed(seed + len(place.name) + sum(map(ord, place.name)))
                 whole = torch.randn(place.shape, generator=rng) * 0.1
                 box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True))
                 one.parameter.copy_(whole[box])
-    learner._adapters.merge_weights()
+    learner.adapters.merge_weights()
 
 
 def adapter_gradients(
@@ -101,8 +101,7 @@ def adapter_gradients(
         if merged is not None:
             learner.save_pretrained(merged)
         values = {
-            one.shard_slice.places[0].name: one.parameter.detach().clone()
-            for one in learner._adapters.list_parameters()
+            one.shard_slice.places[0].name: one.parameter.detach().clone() for one in learner.adapters.list_parameters()
         }
         gradients, norm = gradients_of_step(learner, lengths)
         return gradients, norm, values

@@ -52,14 +52,13 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         minibatch = agree_on_counts(learner, mine)
         forward_backward(learner, minibatch)
         optimizer = learner.optimizer
-        masters = {id(p): m for p, m in zip(optimizer.parameters, optimizer._masters, strict=True)}
-        for master in optimizer._masters:
-            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        reducer = optimizer.reducer
+        for parameter in optimizer.parameters:  # whole and in float32, so each has its gradient
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        reducer, summed = optimizer.reducer, [p.grad for p in optimizer.parameters]
         if reducer.sums_gradients:
-            reducer.reduce_gradients([m.grad for m in optimizer._masters])
-        norm = reducer.compute_squared_norm([m.grad for m in optimizer._masters]) ** 0.5
-        gradients = gather_weights(learner.mappings, lambda p: masters[id(p)].grad)
+            reducer.reduce_gradients(summed)
+        norm = reducer.compute_squared_norm(summed) ** 0.5
+        gradients = gather_weights(learner.mappings, lambda p: p.grad)
         no_probes = ProbeBatches([], []), np.zeros((minibatch.drift_bin_count, 2))
         measured = measure_minibatch(learner, minibatch, *no_probes)
         result = build_minibatch_result(measured, optimizer.skip_step(minibatch.skip_cause), learner.replay)

@@ -26,7 +26,7 @@ def end_groups() -> None:
 @contextmanager
 def alone_of(world: int, rank: int) -> Iterator[None]:
     """Make a process group of `world` ranks in which this is `rank` and no other exists: collectives change nothing."""
-    make = dist.new_group
+    make, adam = dist.new_group, torch.optim.AdamW
 
     def new_group(ranks: Any = None, *args: Any, **settings: Any) -> dist.ProcessGroup:
         return make(ranks, *args, **{**settings, "backend": "fake"})
@@ -35,6 +35,8 @@ def alone_of(world: int, rank: int) -> Iterator[None]:
         out[:] = [mine] * len(out)
 
     with pytest.MonkeyPatch.context() as patch:
+        # The fused kernel looks at values.
+        patch.setattr(torch.optim, "AdamW", lambda groups, **settings: adam(groups, **{**settings, "fused": False}))
         patch.setattr(dist, "new_group", new_group)
         patch.setattr(dist, "all_gather_object", gather)
         end_groups()
@@ -82,23 +84,26 @@ def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
 
 
 def updated(optimizer: Any) -> dict[str, int]:
-    """Return the bytes of the optimizer's parts after an update of all that it trains; those of gradients are from
-    before it."""
-    optimizer.reducer.compute_squared_norm = lambda gradients: 1.0  # nothing has a value
-    for group in optimizer._adam.param_groups:
-        group["fused"] = False
+    """Return the bytes of the optimizer's parts after an update of all that it trains; those of gradients are as
+    it gets them."""
+    gradients = []
+
+    def compute_squared_norm(summed: list[torch.Tensor]) -> float:
+        gradients.extend(local(g).nbytes for g in summed)
+        return 1.0  # nothing has a value
+
+    optimizer.reducer.compute_squared_norm = compute_squared_norm
     for parameter in optimizer.parameters:
         if parameter.dtype == torch.float32 and not optimizer.reducer.keeps_shares:
             parameter.grad = torch.empty_like(parameter)
         else:
             parameter.sum().backward()  # what is below float32 is summed as it comes
-    gradients = sum(local(s.grad).nbytes for s in optimizer._gradient_holders if s.grad is not None)
     with torch.no_grad():
         optimizer.step()
     states = list(optimizer.iter_states())
     held = {local(p).untyped_storage()._cdata for p in optimizer.parameters}
     return {
-        "gradients": gradients,
+        "gradients": sum(gradients),
         "masters": sum(s["master"].nbytes for s in states if s["master"].untyped_storage()._cdata not in held),
         "moments": sum(t.nbytes for s in states for name, t in s.items() if name.startswith("exp_avg")),
     }

@@ -58,7 +58,7 @@ def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     most: dict[str, int] = {}
     for rank in stages(config):
         with build(config, tmp_path / "model", rank) as made:
-            adapters = made._adapters.list_parameters() if learner.lora.rank else []
+            adapters = made.adapters.list_parameters() if learner.lora.rank else []
             held = [local(p) for p in made.model.parameters()]
             found = {"parameters": sum(p.numel() for p in held), "weights": sum(p.nbytes for p in held)}
             found |= updated(made.optimizer)

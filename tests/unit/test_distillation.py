@@ -10,8 +10,8 @@ import torch
 from r3async.actors.rank_actor import LocalRank
 from r3async.config import config_from_dict
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner import LearnerError
-from r3async.learner.distillation import add_teacher_advantages, check_same_vocabulary
+from r3async.learner import LearnerError, build_learner
+from r3async.learner.distillation import add_teacher_advantages, check_same_vocabulary, load_teacher
 from r3async.learner.micro_batches import pack_samples
 from r3async.tools.memory import estimate_rank_memory, find_model_shape
 from tests.helpers import models as hm
@@ -58,16 +58,23 @@ def reverse_kl(own, teachers):
     return float((np.exp(own) * (own - teachers)).sum())
 
 
+def load_rank(config, student):
+    """Return a rank and its teacher, loaded as `LocalRank.load` does."""
+    backend = build_learner(config, student)
+    teacher = load_teacher(config, student, backend.ranks)
+    return LocalRank(config, backend, teacher=teacher), teacher
+
+
 @pytest.mark.parametrize("coef", [1.0, 0.25])
 def test_the_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary(tmp_path, coef):
     student, teacher = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1)
     config = settings("torch", teacher, distillation={"coef": coef})
-    learner = LocalRank.load(config, student)
-    batches, own = every_token(learner.backend, advantage=5.0)
+    backend = build_learner(config, student)
+    batches, own = every_token(backend, advantage=5.0)
     judged, figures = add_teacher_advantages(
-        learner._teacher, batches, config.algorithm.distillation, learner.backend.ranks
+        load_teacher(config, student, backend.ranks), batches, config.algorithm.distillation, backend.ranks
     )
-    _, gradients = ht.gradients_of_step(learner.backend, judged)
+    _, gradients = ht.gradients_of_step(backend, judged)
 
     model, ids = hm.load_hf(student), torch.tensor([PROMPT])
     with torch.no_grad():
@@ -84,13 +91,13 @@ def test_the_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary(tmp_pa
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_a_learner_moves_toward_a_teacher_of_another_size_without_any_reward(tmp_path, backend):
-    student, teacher = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1, num_hidden_layers=4)
-    learner = LocalRank.load(settings(backend, teacher), student)
-    frozen = {name: tensor.clone() for name, tensor in learner._teacher.export_weights().items()}
+    student, path = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1, num_hidden_layers=4)
+    learner, teacher = load_rank(settings(backend, path), student)
+    frozen = {name: tensor.clone() for name, tensor in teacher.export_weights().items()}
     distances = []
     for step in range(12):
         batches, own = every_token(learner.backend)
-        said = np.concatenate(learner._teacher.logprobs(batches, replay=False, trained_only=True))
+        said = np.concatenate(teacher.logprobs(batches, replay=False, trained_only=True))
         teachers = said[np.concatenate([m.table["loss_mask"] for m in batches])]
         order = [int(name[1:]) for m in batches for name in m.sample_ids]
         distances.append(reverse_kl(own[order], teachers))
@@ -98,17 +105,18 @@ def test_a_learner_moves_toward_a_teacher_of_another_size_without_any_reward(tmp
         assert result.metrics["optimizer/updates"] == 1, "a reward with zero variance is no cause to make no update"
         assert "distillation/reverse_kl" in result.metrics
     assert distances[-1] < 0.3 * distances[0], distances
-    assert all(torch.equal(frozen[name], tensor) for name, tensor in learner._teacher.export_weights().items())
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in teacher.export_weights().items())
 
 
 def test_rewards_and_the_teacher_add_up_and_tokens_that_are_not_trained_are_left_alone(tmp_path):
-    teacher = hm.make_hf_model(tmp_path / "t", seed=1)
-    config = settings("torch", teacher, distillation={"rewards": True, "coef": 2.0})
-    learner = LocalRank.load(config, hm.make_hf_model(tmp_path / "s"))
-    batches, _ = every_token(learner.backend, advantage=5.0)
+    student, path = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1)
+    config = settings("torch", path, distillation={"rewards": True, "coef": 2.0})
+    backend = build_learner(config, student)
+    teacher = load_teacher(config, student, backend.ranks)
+    batches, _ = every_token(backend, advantage=5.0)
     batches[0].table["rollout_logprobs"][np.flatnonzero(batches[0].table["loss_mask"])[0]] = -np.inf
-    judged, _ = add_teacher_advantages(learner._teacher, batches, config.algorithm.distillation, learner.backend.ranks)
-    said = learner._teacher.logprobs(batches, replay=False, trained_only=True)
+    judged, _ = add_teacher_advantages(teacher, batches, config.algorithm.distillation, backend.ranks)
+    said = teacher.logprobs(batches, replay=False, trained_only=True)
     for before, after, teachers in zip(batches, judged, said, strict=True):
         trained = before.table["loss_mask"] & np.isfinite(before.table["rollout_logprobs"])
         wanted = np.where(trained, 2.0 * (teachers - np.where(trained, before.table["rollout_logprobs"], 0)), 0.0)
@@ -117,11 +125,11 @@ def test_rewards_and_the_teacher_add_up_and_tokens_that_are_not_trained_are_left
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_the_plan_counts_what_a_rank_holds_of_its_teacher(tmp_path, backend):
-    student, teacher = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", num_hidden_layers=4)
-    config = settings(backend, teacher, dtype="bfloat16")
+    student, path = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", num_hidden_layers=4)
+    config = settings(backend, path, dtype="bfloat16")
     config.model.path = str(student)
-    planned, learner = estimate_rank_memory(find_model_shape(config)[0], config), LocalRank.load(config, student)
-    assert planned.teacher == sum(p.nbytes for p in learner._teacher.model.parameters())
+    planned, teacher = estimate_rank_memory(find_model_shape(config)[0], config), load_rank(config, student)[1]
+    assert planned.teacher == sum(p.nbytes for p in teacher.model.parameters())
     assert planned.teacher > planned.weights
     parts = (planned.weights, planned.optimizer, planned.activations, planned.logits, planned.teacher)
     assert planned.total_bytes == sum(parts)

@@ -196,7 +196,7 @@ def test_what_engines_get_alone_makes_the_weights_with_which_the_learner_scores(
 def b_of(learner, module):
     """The float32 values of the adapter's B."""
     name = f"{module}.lora_B.weight"
-    (found,) = (p for p, held, *_ in learner._adapters.list_parameters() if held.places[0].name == name)
+    (found,) = (p for p, held, *_ in learner.adapters.list_parameters() if held.places[0].name == name)
     return found.detach()
 
 

@@ -72,13 +72,21 @@ def test_steps_are_those_of_adamw_of_gradients_that_are_scaled_to_max_grad_norm(
 SHAPES = [(5, 7), (3, 4, 6), (11,), (64, 33), (1,)]
 
 
-def optimizer(dtype, offload, bucket):
+def make_parameters(dtype):
     rng = torch.Generator().manual_seed(1)
-    parameters = [Parameter(torch.randn(shape, generator=rng).to(dtype)) for shape in SHAPES]
-    made = MasterAdamW(parameters, LearnerConfig(lr=0.1, weight_decay=0.1, offload_moments=offload), updates_total=9)
-    if made._host_moments is not None:
-        made._host_moments = HostMoments(made._adam, bucket)
-    return parameters, made
+    return [Parameter(torch.randn(shape, generator=rng).to(dtype)) for shape in SHAPES]
+
+
+@pytest.fixture
+def optimizer(monkeypatch):
+    """Make parameters and their optimizer, whose offloaded moments come in buckets of that size."""
+
+    def make(dtype, offload, bucket):
+        monkeypatch.setattr("r3async.learner.optimizer.HostMoments", lambda adam: HostMoments(adam, bucket))
+        parameters, settings = make_parameters(dtype), LearnerConfig(lr=0.1, weight_decay=0.1, offload_moments=offload)
+        return parameters, MasterAdamW(parameters, settings, updates_total=9)
+
+    return make
 
 
 def stepped(parameters, made, seeds):
@@ -93,7 +101,7 @@ def stepped(parameters, made, seeds):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [1, 100, 10**6])
-def test_offloaded_moments_change_no_bit(dtype, bucket):
+def test_offloaded_moments_change_no_bit(optimizer, dtype, bucket):
     plain, on_device = optimizer(dtype, False, bucket)
     other, offloaded = optimizer(dtype, True, bucket)
     stepped(plain, on_device, range(5))
@@ -111,7 +119,7 @@ def test_offloaded_moments_change_no_bit(dtype, bucket):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_is_shortened_as_on_the_device(dtype):
+def test_a_step_is_shortened_as_on_the_device(optimizer, dtype):
     plain, on_device = optimizer(dtype, False, 100)
     other, offloaded = optimizer(dtype, True, 100)
     for parameters, made in ((plain, on_device), (other, offloaded)):
@@ -126,12 +134,20 @@ def test_a_step_is_shortened_as_on_the_device(dtype):
 
 
 def test_between_steps_the_device_has_no_moments():
-    parameters, made = optimizer(torch.float32, True, 100)
-    stepped(parameters, made, range(2))
-    moments = [state[name] for state in made._adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert len(moments) == 2 * len(SHAPES)
-    assert all(m.untyped_storage().nbytes() == 0 for m in moments)
-    assert all(state["exp_avg"].untyped_storage().nbytes() > 0 for state in made.iter_states())
+    parameters = make_parameters(torch.float32)
+    adam = torch.optim.AdamW(parameters, fused=True)
+    moments = HostMoments(adam, 100)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        moments.step(parameters)
+    on_device = [state[name] for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(on_device) == 2 * len(SHAPES)
+    assert all(m.untyped_storage().nbytes() == 0 for m in on_device)
+    assert all(m.untyped_storage().nbytes() > 0 for p in parameters for m in moments.get_moments(p).values())
+    with moments.moments_on_device(parameters[0]):
+        assert adam.state[parameters[0]]["exp_avg"].untyped_storage().nbytes() > 0
+    assert all(m.untyped_storage().nbytes() == 0 for m in on_device)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 9))

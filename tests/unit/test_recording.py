@@ -1,6 +1,7 @@
 """A recording: the steps of a run, made again from what it trained on, are the same bit by bit; where not, it says so."""
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import shutil
@@ -15,6 +16,7 @@ from r3async.config.load import config_from_dict
 from r3async.data.versions import Lineage
 from r3async.learner import build_learner
 from r3async.learner.micro_batch_plan import build_cost_model
+from r3async.learner.optimizer import AdamSettings
 from r3async.learner.trainer import Trainer
 from r3async.record.recording import RecordingError, StepRecorder, find_recorded_steps, read_recorded_step
 from r3async.tools.__main__ import app, main
@@ -208,17 +210,19 @@ def of_learner(change):
     return "train_step.agree_on_counts", around
 
 
-def groups_of_adam(name, factor):
+def setting_of_adam(name, factor):
     def change(backend):
-        for group in backend.optimizer._adam.param_groups:
-            group[name] = factor(group[name])
+        own, lr = backend.config.learner, backend.optimizer.lr
+        settings = AdamSettings(lr, own.betas, own.eps, own.weight_decay, own.max_grad_norm)
+        backend.optimizer.use_settings(dataclasses.replace(settings, **{name: factor(getattr(own, name))}))
 
     return change
 
 
 def moment(optimizer):
-    for state in optimizer._adam.state.values():
-        state["exp_avg_sq"].mul_(1 + 1e-6)
+    for state in optimizer.iter_states():
+        if "exp_avg_sq" in state:
+            state["exp_avg_sq"].mul_(1 + 1e-6)
 
 
 def counted(call):
@@ -258,13 +262,13 @@ PLANTED = {
         "gradients",
     ),
     "another norm that gradients are clipped to": (
-        *of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
+        *of_learner(setting_of_adam("max_grad_norm", lambda n: 0.01)),
         "weights",
     ),
     "another learning rate": ("optimizer.compute_learning_rate", scaled(1.001), "weights"),
-    "another weight decay": (*of_learner(groups_of_adam("weight_decay", lambda w: 2 * w)), "weights"),
-    "another epsilon": (*of_learner(groups_of_adam("eps", lambda e: 10 * e)), "weights"),
-    "another beta": (*of_learner(groups_of_adam("betas", lambda b: (b[0], b[1] * 0.99))), "weights"),
+    "another weight decay": (*of_learner(setting_of_adam("weight_decay", lambda w: 2 * w)), "weights"),
+    "another epsilon": (*of_learner(setting_of_adam("eps", lambda e: 10 * e)), "weights"),
+    "another beta": (*of_learner(setting_of_adam("betas", lambda b: (b[0], b[1] * 0.99))), "weights"),
     "moments that were changed behind it": (
         "digests.StageDigests.pop_digests",
         lambda call: lambda self, optimizer, biases: (moment(optimizer), call(self, optimizer, biases))[1],

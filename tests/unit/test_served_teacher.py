@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from r3async.actors.rank_actor import LocalRank
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError
 from r3async.learner.distillation import load_teacher
@@ -94,19 +93,19 @@ def teacher(server):
 
 
 def test_it_scores_as_one_that_the_ranks_hold(paths, server):
-    held = LocalRank.load(settings("torch", paths[1]), paths[0])
+    held = load_teacher(settings("torch", paths[1]), paths[0], SINGLE_RANK)
     served = load_teacher(settings("torch", server.url), paths[0], SINGLE_RANK)
     samples = [msgspec.structs.replace(sample, temperature=1.0) for sample in hm.make_families(1)]
     for shared in (False, True):
         packed = pack_samples(samples, 4096, share_prefixes=shared)
         found = served.logprobs(packed, replay=False, trained_only=True)
-        wanted = held._teacher.logprobs(packed, replay=False, trained_only=False)
+        wanted = held.logprobs(packed, replay=False, trained_only=False)
         for ours, theirs in zip(found, wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_a_busy_server_is_asked_again(server, teacher):
-    teacher._patience_seconds = 30
+def test_a_busy_server_is_asked_again(server):
+    teacher = ServedTeacher(server.url, SINGLE_RANK, patience_seconds=30)
     server.answers = [(503, b"loading"), (429, b"later")]
     (found,) = teacher.logprobs(pack_samples(hm.make_samples(1, [5]), 64), replay=False, trained_only=False)
     assert len(server.prompts) == 3

@@ -24,7 +24,11 @@ def weighted_samples():
 
 
 def gradients_of(learner):
-    return [holder.grad.clone() for holder in learner.optimizer._gradient_holders if holder.grad is not None]
+    """Return the gradients that have been accumulated, and leave them to the next verb."""
+    state = learner.optimizer.take_state()
+    found = [gradient.clone() for gradient in state.gradients if gradient is not None]
+    learner.optimizer.put_state(state)
+    return found
 
 
 def run_verbs(learner, *parts):

@@ -4,9 +4,13 @@ from contextlib import asynccontextmanager
 
 import anthropic
 import openai
+import pytest
+from aiohttp import web
 
 from r3async.config import EpisodeConfig, ServingConfig
 from r3async.data.tokens import TokenTable, Trajectory
+from r3async.rollout.endpoint import server
+from r3async.rollout.endpoint.connections import limit_connections
 from r3async.rollout.endpoint.server import AgentServer
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.episode import EpisodeTask
@@ -87,6 +91,21 @@ def client_of(server: AgentServer, key: str, max_retries: int = 0) -> openai.Asy
     return openai.AsyncOpenAI(
         base_url=server.base_url, api_key=key, max_retries=max_retries, timeout=10, http_client=http
     )
+
+
+class Connections:
+    """The connections of the endpoint that is started next, and those of them that are `admitted`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(server, "limit_connections", self._limit)
+
+    def _limit(self, runner: web.AppRunner, max_connections: int) -> set[web.RequestHandler]:
+        self._server, self.admitted = runner.server, limit_connections(runner, max_connections)
+        return self.admitted
+
+    @property
+    def open(self) -> list[web.RequestHandler]:
+        return self._server.connections
 
 
 def anthropic_client(server: AgentServer, key: str) -> anthropic.AsyncAnthropic:

@@ -9,7 +9,7 @@ from r3async.config import DataConfig
 from r3async.envs import Message
 from r3async.envs.row_conversations import parse_conversation
 from r3async.envs.rows import LocatedRow
-from r3async.rollout.call_forms import CallForm
+from r3async.rollout.call_forms import CallForm, detect_call_form
 from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.endpoint.protocol import parse_messages
 from r3async.rollout.renderer import ChatRenderer, TemplateError
@@ -167,12 +167,19 @@ def test_arguments_that_are_no_object_are_named_where_the_template_refuses_them(
         renderer(TEMPLATES["walks"]).render(parse_messages(history('{"city": "Os')))
 
 
-def test_each_template_is_asked_once_for_its_form():
+def test_each_template_is_asked_once_for_its_form(monkeypatch):
+    found = []
+
+    def detect(render):
+        found.append(detect_call_form(render))
+        return found[-1]
+
+    monkeypatch.setattr("r3async.rollout.renderer.detect_call_form", detect)
     chat = renderer(TEMPLATES["joins"])
-    assert chat._call_forms == {}
+    assert not found
     for _ in range(3):
         chat.render(parse_messages(history("{}")))
-    assert chat._call_forms == {False: CallForm(has_text_arguments=True)}
+    assert found == [CallForm(has_text_arguments=True)]
 
 
 async def test_a_request_whose_call_is_left_out_is_a_400_and_no_turn():

@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
+from r3async.rollout.endpoint.session import AgentSession
+from r3async.rollout.endpoint.tool_parser_choice import parse_builtin
 from r3async.rollout.episode import EpisodeError
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.schedule.validation import check_trajectory
@@ -16,6 +18,7 @@ from tests.helpers.serving import (
     ADD,
     HERMES,
     TASK,
+    Connections,
     answer_ids,
     ask,
     client_of,
@@ -228,22 +231,24 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(stream):
+async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(monkeypatch, stream):
     parsing, gone = asyncio.Event(), asyncio.Event()
+
+    async def slow(text, *known):
+        parsing.set()
+        try:
+            await asyncio.sleep(0 if text == "second" else 60)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        return await parse_builtin(text, *known)
+
+    async def select(*args):
+        return slow
+
+    monkeypatch.setattr("r3async.rollout.endpoint.server.select_tool_parser", select)
     async with talking(["first", "second"]) as (server, _, _):
         reports = server.context.report_event
-        parse = server._parse_tool_calls
-
-        async def slow(text, *known):
-            parsing.set()
-            try:
-                await asyncio.sleep(0 if text == "second" else 60)
-            except asyncio.CancelledError:
-                gone.set()
-                raise
-            return await parse(text, *known)
-
-        server._parse_tool_calls = slow
         session = server.open_session(TASK)
         async with client_of(server, session.key) as client:
             asking = asyncio.create_task(ask(client, [user("a")], stream=stream))
@@ -265,10 +270,11 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
     assert [said["content"] for said in trajectory.preview] == ["a", "second"]
 
 
-async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
+async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn(monkeypatch):
     """More than its sockets hold: the rest waits in the endpoint for a reader that does not come."""
     small = (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     limits = EpisodeConfig(max_new_tokens=3000, max_prompt_tokens=900, max_total_tokens=5000)
+    connections = Connections(monkeypatch)
     async with talking(["x" * 2000], settings=limits) as (server, _, _):
         reports = server.context.report_event
         session = server.open_session(TASK)
@@ -276,8 +282,8 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
         port = int(server.base_url.split(":")[2].split("/")[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
-        await until(lambda: server._runner.server.connections)
-        (connection,) = server._runner.server.connections
+        await until(lambda: connections.open)
+        (connection,) = connections.open
         connection.transport.get_extra_info("socket").setsockopt(*small)
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         async with asyncio.timeout(120):
@@ -289,22 +295,22 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
     assert [(event, facts["tokens"]) for event, facts in reports] == [("answer_undelivered", 2001)]
 
 
-async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks():
-    chat = renderer()
+async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks(monkeypatch):
+    chat, connections = renderer(), Connections(monkeypatch)
     async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
-        session, summary = server.open_session(TASK), server._summarize_session
+        session = server.open_session(TASK)
         server.offer_session(session)
 
         def lose_connection(of):
-            (connection,) = server._runner.server.connections
+            (connection,) = connections.open
             connection.transport.abort()
-            server._summarize_session = summary
-            return summary(of)
+            return False
 
-        server._summarize_session = lose_connection
         async with client_of(server, server.token) as owner:
-            with pytest.raises(openai.APIConnectionError):
-                await owner.post("/r3async/sessions", body={}, cast_to=object)
+            with monkeypatch.context() as patch:
+                patch.setattr(AgentSession, "is_rewarded", property(lose_connection))  # the answer says it
+                with pytest.raises(openai.APIConnectionError):
+                    await owner.post("/r3async/sessions", body={}, cast_to=object)
             assert (await owner.post("/r3async/sessions", body={}, cast_to=object))["key"] == session.key
 
 

@@ -10,10 +10,26 @@ import pytest
 from r3async.config import EpisodeConfig
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.play_context import PlayContext
-from tests.helpers.serving import TASK, answer_ids, ask, client_of, handed_out, ready, renderer, talking, user
+from tests.helpers.serving import (
+    TASK,
+    Connections,
+    answer_ids,
+    ask,
+    client_of,
+    handed_out,
+    ready,
+    renderer,
+    talking,
+    user,
+)
 from tests.helpers.transport import until
 
 LIMIT = 10.0
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    return Connections(monkeypatch)
 
 
 @pytest.fixture
@@ -149,10 +165,10 @@ async def answer_to(server, sent: bytes) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nA: "])
 @pytest.mark.usefixtures("short_reads")
-async def test_a_connection_that_does_not_say_what_it_wants_is_closed(sent):
+async def test_a_connection_that_does_not_say_what_it_wants_is_closed(connections, sent):
     async with talking(["ok"]) as (server, _, _):
         assert await answer_to(server, sent) == b""
-        assert len(server._runner.server.connections) == 0
+        assert not connections.open
 
 
 @pytest.mark.usefixtures("short_reads")
@@ -196,7 +212,7 @@ async def answered(reader) -> bytes:
     return head.splitlines()[0]
 
 
-async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
+async def test_of_too_many_connections_those_go_first_that_have_shown_no_key(connections):
     async with talking(["ok"], max_connections=3) as (server, session, _):
         agent, writer = await connect(server)
         writer.write(asking(session.key))
@@ -212,7 +228,7 @@ async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
         for reader, newest in silent[2:]:
             newest.close()
             await ended(reader)
-        await until(lambda: len(server._runner.server.connections) == 1)
+        await until(lambda: len(connections.open) == 1)
         more = [await connect(server) for _ in range(2)]
         for reader, other in more:
             other.write(asking(session.key))
@@ -221,8 +237,8 @@ async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
         assert await ended(late) == b""
         for other in (writer, last, *(w for _, w in more)):
             other.close()
-        await until(lambda: not server._runner.server.connections)
-        assert not server._admitted_connections
+        await until(lambda: not connections.open)
+        assert not connections.admitted
 
 
 @pytest.mark.parametrize("key", ["guess", "\udcff", "", "r3-" + "x" * 4000], ids=["guess", "no text", "none", "long"])

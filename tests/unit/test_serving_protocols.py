@@ -478,6 +478,7 @@ def test_what_a_template_may_be_asked_for():
     assert low.with_template_args({"reasoning_effort": "high"}) is not chat.with_template_args(
         {"reasoning_effort": "high"}
     )
-    for i in range(40):
-        chat.with_template_args({"reasoning_effort": str(i)})
-    assert len(chat._renderers_by_args) == 32
+    made = [chat.with_template_args({"reasoning_effort": str(i)}) for i in range(40)]
+    again = [chat.with_template_args({"reasoning_effort": str(i)}) for i in range(8, 40)]
+    assert all(one is other for one, other in zip(made[8:], again, strict=True)), "the last 32 are kept"
+    assert chat.with_template_args({"reasoning_effort": "7"}) is not made[7]

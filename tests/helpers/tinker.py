@@ -50,7 +50,7 @@ class SingleProcessBackend:
         self._tokenizer = tokenizer
         self._batch_tokens = batch_tokens
         self._lane = REAL_WORLD.threads.new_worker("tinker backend")
-        self._learners: dict[str, TorchLearner] = {}
+        self.learners: dict[str, TorchLearner] = {}
         self._snapshots: dict[str, list[torch.Tensor]] = {}
         self.calls: list[str] = []
         """The verbs that were called, in order."""
@@ -83,31 +83,31 @@ class SingleProcessBackend:
 
     async def create_model(self, model_id: str, lora: LoraConfig | None) -> None:
         def make() -> None:
-            self._learners[model_id] = self._load(lora)
+            self.learners[model_id] = self._load(lora)
 
         await self._run("create_model", make)
 
     def _find(self, model_id: str) -> TorchLearner:
-        if model_id not in self._learners:
+        if model_id not in self.learners:
             raise StateLostError(model_id)
-        return self._learners[model_id]
+        return self.learners[model_id]
 
     def lose(self) -> None:
         """End, as it were, the processes of learner and engine, which start again without their clients' weights."""
-        self._learners.clear()
+        self.learners.clear()
         self._snapshots = {"base": self._snapshots["base"]}
         self._loaded = ""
 
     async def close_model(self, model_id: str) -> None:
-        await self._run("close_model", self._learners.pop, model_id, None)
+        await self._run("close_model", self.learners.pop, model_id, None)
 
     async def forward(self, model_id: str, batch: LossBatch):
-        return await self._run("forward", self._train, model_id, batch, forward_only=True)
+        return await self._run("forward", self.train, model_id, batch, forward_only=True)
 
     async def forward_backward(self, model_id: str, batch: LossBatch):
-        return await self._run("forward_backward", self._train, model_id, batch, forward_only=False)
+        return await self._run("forward_backward", self.train, model_id, batch, forward_only=False)
 
-    def _train(self, model_id: str, batch: LossBatch, *, forward_only: bool):
+    def train(self, model_id: str, batch: LossBatch, *, forward_only: bool):
         return run_training(self._find(model_id), batch, self._batch_tokens, forward_only=forward_only)
 
     async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:

@@ -90,7 +90,7 @@ def test_a_learner_and_an_engine_that_end_are_given_what_they_had(backend, alone
 
 
 def test_a_call_that_fails_leaves_nothing_of_itself(backend, alone, tmp_path, monkeypatch):
-    train = backend._train
+    train = backend.train
     fails = iter([False, True, False, True])
 
     def fail_after_half(*args, **kwargs):
@@ -106,7 +106,7 @@ def test_a_call_that_fails_leaves_nothing_of_itself(backend, alone, tmp_path, mo
         clients = [service.create_lora_training_client("tiny/moe", rank=4, seed=3).result() for _ in range(2)]
         norms = []
         for client, function in zip(clients, (train, fail_after_half), strict=True):
-            monkeypatch.setattr(backend, "_train", function)
+            monkeypatch.setattr(backend, "train", function)
             client.forward_backward([supervised(0)], "cross_entropy").result()
             if function is not train:
                 for _ in range(2):

@@ -373,13 +373,13 @@ def test_a_session_that_is_closed_takes_its_models_along(served, backend):
         client.forward_backward([supervised()], "cross_entropy").result()
         model_id = client.model_id
     deadline = time.monotonic() + 240
-    while model_id in backend._learners and time.monotonic() < deadline:
+    while model_id in backend.learners and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert model_id not in backend._learners
+    assert model_id not in backend.learners
 
 
 def test_a_poll_costs_no_requests_while_it_waits(client, served, backend, monkeypatch):
-    train = backend._train
-    monkeypatch.setattr(backend, "_train", lambda *args, **kw: (time.sleep(1.0), train(*args, **kw))[1])
+    train = backend.train
+    monkeypatch.setattr(backend, "train", lambda *args, **kw: (time.sleep(1.0), train(*args, **kw))[1])
     client.forward_backward([supervised()], "cross_entropy").result()
     assert len(served.seen_at("retrieve_future")) <= 2

@@ -27,18 +27,18 @@ class JsonClient:
     """A client of the dialect of SDK 0.15."""
 
     def __init__(self, http, server):
-        self._http = http
-        self._root = server.base_url + "/api/v1/"
+        self.http = http
+        self.root = server.base_url + "/api/v1/"
         self.session_id = self.model_id = ""
 
     async def post(self, path, body=None, *, raw=None, key=KEY, headers=None):
         data = json.dumps(body) if raw is None else raw
         sent = {"x-api-key": key, "content-type": "application/json", **(headers or {})}
-        async with self._http.post(self._root + path, data=data, headers=sent) as answer:
+        async with self.http.post(self.root + path, data=data, headers=sent) as answer:
             return answer.status, await answer.json()
 
     async def get(self, path):
-        async with self._http.get(self._root + path, headers={"x-api-key": KEY}) as answer:
+        async with self.http.get(self.root + path, headers={"x-api-key": KEY}) as answer:
             return answer.status, await answer.json()
 
     async def finish(self, path, body):
@@ -163,7 +163,7 @@ async def test_a_request_that_cannot_be_read_has_used_up_its_number(client):
 
 async def open_model(client, number):
     """Return a client of another model of the same session."""
-    other = JsonClient(client._http, client.server)
+    other = JsonClient(client.http, client.server)
     other.session_id = client.session_id
     body = {"session_id": client.session_id, "model_seq_id": number, "base_model": "tiny/moe"}
     other.model_id = (await client.finish("create_model", body | {"lora_config": {"rank": 4}}))["model_id"]
@@ -184,7 +184,7 @@ async def restart(client, tmp_path):
     client.backend.lose()
     client.server = TinkerServer(TinkerService(client.backend, tmp_path, REAL_WORLD), key=KEY)
     await client.server.start()
-    client._root = client.server.base_url + "/api/v1/"
+    client.root = client.server.base_url + "/api/v1/"
 
 
 async def test_what_was_acknowledged_is_there_after_a_restart_and_applied_once(client, tmp_path):
@@ -252,21 +252,21 @@ async def test_a_disk_that_takes_nothing_is_an_error_that_clients_try_again(clie
 
 
 async def test_an_error_of_the_backend_is_a_result_and_the_next_request_runs(client, monkeypatch):
-    train = client.backend._train
+    train = client.backend.train
 
     def fail(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(client.backend, "_train", fail)
+    monkeypatch.setattr(client.backend, "train", fail)
     failed = await client.finish("forward_backward", training(client, 1))
     assert failed == {"error": "RuntimeError: out of memory", "category": "server"}
-    monkeypatch.setattr(client.backend, "_train", train)
+    monkeypatch.setattr(client.backend, "train", train)
     assert (await client.finish("forward_backward", training(client, 2)))["metrics"]
 
 
 async def test_a_failure_while_a_model_is_restored_is_not_the_next_requests(client, monkeypatch):
     assert (await client.finish("forward_backward", training(client, 1)))["metrics"]
-    train = client.backend._train
+    train = client.backend.train
     failures = ["out of memory"]
 
     def fail_once(*args, **kwargs):
@@ -274,7 +274,7 @@ async def test_a_failure_while_a_model_is_restored_is_not_the_next_requests(clie
             raise RuntimeError(failures.pop())
         return train(*args, **kwargs)
 
-    monkeypatch.setattr(client.backend, "_train", fail_once)
+    monkeypatch.setattr(client.backend, "train", fail_once)
     client.backend.lose()
     step = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.05}}
     assert (await client.finish("optim_step", step))["metrics"]["grad_norm"] > 0
@@ -454,8 +454,9 @@ async def test_bounds_of_listings(client):
     assert (await client.get("training_runs/none"))[0] == 404
 
 
-async def test_a_huge_body_is_refused_and_others_go_on(client, monkeypatch):
-    client.server._runner.app._client_max_size = 1000
+async def test_a_huge_body_is_refused_and_others_go_on(client, monkeypatch, tmp_path):
+    monkeypatch.setattr("r3async.tinker.server.MAX_BODY_BYTES", 1000)
+    await restart(client, tmp_path)
     status, answer = await client.post("forward_backward", training(client, 1, [datum()] * 100))
     assert (status, answer["category"]) == (413, "user")
     assert (await client.finish("forward_backward", training(client, 1)))["metrics"]

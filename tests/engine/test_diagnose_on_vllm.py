@@ -57,11 +57,11 @@ async def seen(engine, reference, tensors, model, tmp_path):
 
 @pytest.mark.parametrize("fault", IN_ENGINE, ids=lambda f: f.name.replace(" ", "-"))
 async def test_a_fault_in_vllm_is_located(engine, reference, tensors, model, tmp_path, fault):
-    await engine._core.collective_rpc("r3_plant", args=(fault.name,))
+    await engine.core.collective_rpc("r3_plant", args=(fault.name,))
     try:
         hf.check_first(await seen(engine, reference, tensors, model, tmp_path), fault)
     finally:
-        await engine._core.collective_rpc("r3_heal")
+        await engine.core.collective_rpc("r3_heal")
 
 
 async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_path):

@@ -76,7 +76,7 @@ def mode(request, vllm_engine, monkeypatch):
 
 
 async def test_the_engine_has_the_second_runner(vllm_engine):
-    (modules,) = await vllm_engine._core.collective_rpc("r3_runner")
+    (modules,) = await vllm_engine.core.collective_rpc("r3_runner")
     assert "vllm.v1.worker.gpu.model_runner" in modules
     assert "vllm.v1.worker.gpu_model_runner" not in modules
 

@@ -49,18 +49,18 @@ async def test_the_collector_looks_rarely_at_what_reference_counts_free(vllm_eng
 
 
 async def test_norms_are_computed_by_vllms_kernels(vllm_engine):
-    assert await vllm_engine._core.collective_rpc("r3_norm_providers") == [[[NORM_KERNELS, "native"]] * 2]
+    assert await vllm_engine.core.collective_rpc("r3_norm_providers") == [[[NORM_KERNELS, "native"]] * 2]
 
 
 async def test_the_cache_is_no_larger_than_what_all_requests_fill_twice(vllm_engine):
-    (whole,) = await vllm_engine._core.collective_rpc("r3_cache_bytes")
-    (episode,) = await vllm_engine._core.collective_rpc("r3_cache_of_an_episode")
+    (whole,) = await vllm_engine.core.collective_rpc("r3_cache_bytes")
+    (episode,) = await vllm_engine.core.collective_rpc("r3_cache_of_an_episode")
     assert whole == 2 * 32 * episode < 2**28
 
 
 async def test_a_cache_whose_size_was_chosen_has_it(tiny_model):
     async with started(tiny_model, concurrency=1, **OBSERVED, kv_cache_memory_bytes=2**26) as engine:
-        (whole,) = await engine._core.collective_rpc("r3_cache_bytes")
+        (whole,) = await engine.core.collective_rpc("r3_cache_bytes")
     assert 2**25 < whole <= 2**26
 
 

@@ -37,11 +37,11 @@ def weights(faulty, tiny_model, other_model, tmp_path_factory):
 
 async def plant(engine: VllmEngine, fault: str) -> None:
     await revive(engine)
-    await engine._core.collective_rpc("r3_plant", args=(fault,))
+    await engine.core.collective_rpc("r3_plant", args=(fault,))
 
 
 async def test_what_vllms_processes_leave_is_in_the_directory_that_ends_with_the_engine(faulty):
-    names = [path.name for path in faulty._core._scratch.directory.iterdir()]
+    names = [path.name for path in faulty.core._scratch.directory.iterdir()]
     assert any(name.startswith("vllm_dist_") for name in names), names
 
 

@@ -36,14 +36,14 @@ async def test_an_engine_that_loses_the_routes_of_decoded_tokens_takes_no_weight
         weights = Weights(tiny_model, other_model, publisher)
         async with started(tiny_model, **args) as engine:
             for how in ("stale", "zeros"):
-                await engine._core.collective_rpc("r3_lose", args=(how,))
+                await engine.core.collective_rpc("r3_lose", args=(how,))
                 lost = r"recorded while decoding are not those of a second pass.*generator\.engine_args\.enforce_eager=true"
                 with pytest.raises(EngineError, match=lost):
                     await engine.install_version(weights.publish(), 30)
                 with pytest.raises(EngineError, match="while decoding"):
                     await engine.generate(request(prompt(8), 4))
                 await revive(engine)
-            await engine._core.collective_rpc("r3_lose", args=("",))
+            await engine.core.collective_rpc("r3_lose", args=("",))
             await engine.install_version(weights.publish(), 30)
             answer = await engine.generate(request(prompt(8), 4))
     whole = np.concatenate([prompt(8), answer.token_ids])

@@ -58,7 +58,7 @@ TEXT = np.frombuffer(make_probe_text(200).encode(), np.uint8).astype(np.int32)
 
 
 async def ask(engine: VllmEngine, method: str, *args: object):
-    (answer,) = await engine._core.collective_rpc(method, args=args)
+    (answer,) = await engine.core.collective_rpc(method, args=args)
     return answer
 
 

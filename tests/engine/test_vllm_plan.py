@@ -55,7 +55,7 @@ async def check_plan(engine: VllmEngine, shapes: dict[str, tuple[int, ...]], dty
         return manifest
 
     async def ask(method: str, *args):
-        (answer,) = await engine._core.collective_rpc(method, args=args)
+        (answer,) = await engine.core.collective_rpc(method, args=args)
         return answer
 
     with VersionStore(directory) as publisher:

@@ -65,10 +65,10 @@ class Small:
     async def resume(self) -> None:
         """Go on after a `hold@`; `install` does that itself."""
         await asyncio.sleep(0.05)  # what was started before is in the scheduler's queue by then
-        await self.engine._core.resume_generation()
+        await self.engine.core.resume_generation()
 
     async def records(self):
-        return msgspec.msgpack.decode((await self.engine._core.collective_rpc("r3_feeds"))[0])
+        return msgspec.msgpack.decode((await self.engine.core.collective_rpc("r3_feeds"))[0])
 
     async def check(
         self, name: str, ids: np.ndarray, generation: Generation, routes_from: int = 0

@@ -35,7 +35,7 @@ async def test_two_workers_say_what_one_would_and_take_new_weights(engine, tmp_p
     other = make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), expert_hidden_size=WIDTH, seed=1)
     assert len(engine.process_ids) > 2
     with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
-        weights = Weights(engine._engine_args["model"], other, publisher, engine.version)
+        weights = Weights(engine.engine_args["model"], other, publisher, engine.version)
         await agrees(engine, weights.reference(-1), 0)
         for _ in range(3):  # vLLM's loader, its copies by plan, and those once more
             manifest = weights.publish()

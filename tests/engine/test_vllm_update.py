@@ -119,7 +119,7 @@ async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, mo
     for _ in range(2):
         await vllm_engine.install_version(weights.publish(), 30)
         stale = await vllm_engine.count_stale_cached_tokens(text)
-    assert stale >= vllm_engine._core.block_size
+    assert stale >= vllm_engine.core.block_size
     monkeypatch.setattr(
         vllm_engine.installer, "on_update", "recompute"
     )  # clears the cache: then the salt is not needed

@@ -223,7 +223,7 @@ async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
     """Wait until the running request of that name has sampled `tokens` tokens. The engine needs an
     `ObservedScheduler`."""
     async with asyncio.timeout(150):
-        while (await engine._core.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
+        while (await engine.core.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
             pass
 
 
@@ -231,5 +231,5 @@ async def revive(engine: VllmEngine) -> None:
     """Make an engine that ended itself go on, with what it holds now. It does not do so by itself: it does not hold what
     it was given."""
     engine._requests.failure = None
-    await engine._core.resume_generation()
+    await engine.core.resume_generation()
     engine._requests.resume_admission()

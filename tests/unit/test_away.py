@@ -61,7 +61,7 @@ def test_engines_begin_without_quantized_weights_on_every_host(tmp_path):
     assert read_tensor_names(here) == names != frozenset()
     path = write_engine_model(Shared(), here, tmp_path / "run")
     engine = VllmEngine(str(path), GeneratorConfig(dtype="bfloat16", concurrency=1), max_model_len=64)
-    assert engine._engine_args["load_format"] == "dummy"
+    assert engine.engine_args["load_format"] == "dummy"
     assert "quantization_config" not in json.loads((path / "config.json").read_text())
     given = publish_model_files(Shared(), path)
     shutil.rmtree(path)
@@ -73,7 +73,7 @@ def test_engines_begin_without_quantized_weights_on_every_host(tmp_path):
 def test_an_engine_takes_the_text_model_alone_and_versions_without_what_is_carried(tmp_path):
     path = published.make_vision_model(tmp_path / "model")
     engine = VllmEngine(str(path), GeneratorConfig(dtype="bfloat16", concurrency=1), max_model_len=64)
-    assert engine._engine_args["language_model_only"] is True
+    assert engine.engine_args["language_model_only"] is True
     file = tmp_path / "version.safetensors"
     trained = {n: t for n, t in published.read(path).items() if not n.startswith(("model.visual.", "mtp."))}
     published.save_file(trained, file)
@@ -100,7 +100,7 @@ def test_an_engine_without_weights_begins_with_made_up_ones(tiny_model, tmp_path
     if without:
         (here / TENSOR_NAMES_FILE).write_text("[]")
     engine = VllmEngine(str(here), GeneratorConfig(dtype="float32", concurrency=1), max_model_len=64)
-    assert engine._engine_args.get("load_format") == ("dummy" if without else None)
+    assert engine.engine_args.get("load_format") == ("dummy" if without else None)
 
 
 def test_a_directory_that_is_no_model_is_not_sent(tmp_path, monkeypatch):

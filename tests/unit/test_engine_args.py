@@ -50,8 +50,8 @@ def test_other_arguments_are_vllms_own_and_the_scripted_engine_has_its_own():
 def test_the_engine_sets_nothing_that_the_table_does_not_have(tiny_model):
     engine = build_engine(load_config("quickstart", [f"model.path={tiny_model}"]), str(tiny_model), seed=3)
     assert isinstance(engine, VllmEngine)
-    assert engine._engine_args.keys() <= OWNED_ENGINE_ARGS.keys() | DEFAULT_ENGINE_ARGS
-    assert engine._engine_args["seed"] == 3
+    assert engine.engine_args.keys() <= OWNED_ENGINE_ARGS.keys() | DEFAULT_ENGINE_ARGS
+    assert engine.engine_args["seed"] == 3
     assert not OWNED_ENGINE_ARGS.keys() & DEFAULT_ENGINE_ARGS
     with pytest.raises(KeyError, match="max_tokens_of_nobody"):
         declare_engine_args(max_tokens_of_nobody=1)
@@ -87,7 +87,7 @@ def test_what_changes_arithmetic_needs_the_probe():
 def test_an_engine_is_eager_on_cpu_alone_unless_a_user_says_so(tiny_model, monkeypatch):
     def eager(*settings: str) -> bool:
         config = load_config("quickstart", [f"model.path={tiny_model}", *settings])
-        return build_engine(config, str(tiny_model), seed=3)._engine_args["enforce_eager"]
+        return build_engine(config, str(tiny_model), seed=3).engine_args["enforce_eager"]
 
     assert eager() is True
     assert eager("generator.engine_args.enforce_eager=false") is False

@@ -90,11 +90,11 @@ def test_a_learner_takes_the_setting(tmp_path, backend):
 def test_an_engine_is_told(tiny_model, words, expected):
     words = [f"model.path={tiny_model}", "generator.dtype=bfloat16", *words]
     engine = build_engine(load_config("quickstart", words), str(tiny_model), seed=0)
-    assert engine._engine_args.get("hf_overrides") == expected
+    assert engine.engine_args.get("hf_overrides") == expected
 
 
 @pytest.mark.parametrize(("head", "expected"), [("float32", {"head_dtype": "float32"}), ("model", None)])
 def test_the_engine_of_the_tinker_server_is_told(tiny_model, tmp_path, head, expected):
     words = [f"model.path={tiny_model}", "generator.dtype=bfloat16", f"model.head_dtype={head}"]
     backend = EngineBackend(load_config("quickstart", words), tiny_model, "tiny/moe", (), tmp_path)
-    assert backend._build_engine()._engine_args.get("hf_overrides") == expected
+    assert backend._build_engine().engine_args.get("hf_overrides") == expected

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -133,11 +134,21 @@ async def test_a_cancelled_call_is_aborted_and_its_last_output_is_nobodys():
     receiving.cancel()
 
 
+def begin_core(do: str):
+    """Return a core, its process and its directory."""
+    scratch, others = EngineScratch(), multiprocessing.active_children()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("r3async.rollout.vllm.client.EngineScratch", lambda: scratch)
+        core = EngineCoreClient({"do": do}, 1, 0, run_process=play)
+    (child,) = set(multiprocessing.active_children()) - set(others)
+    return core, child, scratch.directory
+
+
 @contextlib.asynccontextmanager
 async def core_of(do: str):
     """A core, its process, and what `outputs` returned; nothing is left of it."""
-    core = EngineCoreClient({"do": do}, 1, 0, run_process=play)
-    process, directory, left = psutil.Process(core._process.pid), core._scratch.directory, []
+    core, child, directory = begin_core(do)
+    process, left = psutil.Process(child.pid), []
 
     async def receive():
         while True:
@@ -228,13 +239,13 @@ async def test_a_start_that_is_cancelled_leaves_nothing():
 
 
 OWNER = """
-import asyncio
+import asyncio, os, tempfile
 from r3async.rollout.vllm.client import EngineCoreClient
 from tests.helpers.core_process import play
 
 async def main():
     core = EngineCoreClient({"do": "hold"}, 1, 0, run_process=play)
-    print(core._scratch.directory.name, flush=True)
+    print(*os.listdir(tempfile.gettempdir()), flush=True)
     await asyncio.sleep(600)
 
 if __name__ == "__main__":
@@ -265,9 +276,8 @@ def test_temporary_files_of_an_engines_processes_are_in_its_own_directory(capfd,
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it compiled something
 
     async def start():
-        core = EngineCoreClient({"do": "say where"}, 1, 0, run_process=play)
-        directory = core._scratch.directory
-        core._process.join(120)
+        core, child, directory = begin_core("say where")
+        child.join(30)
         core.close()
         return directory
 

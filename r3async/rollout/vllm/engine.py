@@ -145,15 +145,16 @@ class VllmEngine:
             own |= declare_engine_args(seed=seed)
         if adapters is not None:
             own |= adapters.build_engine_args()
-        self._engine_args: dict[str, Any] = own | settings.engine_args
+        self.engine_args: dict[str, Any] = own | settings.engine_args
+        """vLLM's arguments: those of ours and of the settings."""
         if float32_head and settings.dtype != "float32":
             overrides = settings.engine_args.get("hf_overrides", {})
-            self._engine_args["hf_overrides"] = {"head_dtype": "float32", **overrides}
-        if not self._engine_args["enable_return_routed_experts"]:
+            self.engine_args["hf_overrides"] = {"head_dtype": "float32", **overrides}
+        if not self.engine_args["enable_return_routed_experts"]:
             self.routing = None
         if self.routing is not None and "gates" in extra_records:
             self.routing = msgspec.structs.replace(self.routing, has_gates=True)
-            self._engine_args["return_gates"] = True
+            self.engine_args["return_gates"] = True
         self._requests = RequestRegistry()
         self.installer = VersionInstaller(self._requests, settings.on_update)
         self._receive_task: asyncio.Task[None] | None = None
@@ -177,7 +178,8 @@ class VllmEngine:
         return self.installer.version
 
     @property
-    def _core(self) -> EngineCoreClient:
+    def core(self) -> EngineCoreClient:
+        """The client of the engine's process. Raises `EngineError` while none runs."""
         return self._requests.running_core
 
     async def start(self) -> None:
@@ -186,24 +188,24 @@ class VllmEngine:
         try:
             # First, because its process imports vLLM meanwhile.
             core = self._requests.core = EngineCoreClient(
-                self._engine_args, self._threads, self._kv_cache_bytes
+                self.engine_args, self._threads, self._kv_cache_bytes
             )
             self.installer.tensor_names = await asyncio.to_thread(
-                read_tensor_names, Path(self._engine_args["model"])
+                read_tensor_names, Path(self.engine_args["model"])
             )
             await core.start()
             self._receive_task = create_stage_task("answers", self._requests.receive_outputs())
             async with asyncio.timeout(CALL_TIMEOUT):
                 pids = await core.collective_rpc("r3_process_id")
                 self.gpu_uuids = [gpu for gpu in await core.collective_rpc("r3_gpu_uuid") if gpu]
-                if self._engine_args["return_sampling_mask"]:
+                if self.engine_args["return_sampling_mask"]:
                     await core.collective_rpc("r3_record_sampling_masks")
             self._processes = [p for pid in pids for p in iter_process_ancestors(pid)]
         except BaseException as error:
             await self._end_core()
             if isinstance(error, Exception):
                 raise EngineError(
-                    describe_start_failure(self._engine_args["model"], error)
+                    describe_start_failure(self.engine_args["model"], error)
                 ) from error
             raise
         # Imported objects stay alive: a garbage collection over all of them would
@@ -226,12 +228,12 @@ class VllmEngine:
         """
         if (
             request.stop_strings
-            and not (Path(self._engine_args["model"]) / "tokenizer.json").is_file()
+            and not (Path(self.engine_args["model"]) / "tokenizer.json").is_file()
         ):
             raise EngineError(
-                f"{self._engine_args['model']} has no tokenizer.json, which stop strings need"
+                f"{self.engine_args['model']} has no tokenizer.json, which stop strings need"
             )
-        if request.top_logprobs and self._engine_args["return_sampling_mask"]:
+        if request.top_logprobs and self.engine_args["return_sampling_mask"]:
             raise EngineError("an engine that records supports returns no most likely tokens")
         prompt_ids = request.prompt_ids.tolist()
         while True:
@@ -269,7 +271,7 @@ class VllmEngine:
             if manifest.version == BASE_VERSION:
                 return report
             # With dummy weights, before the first version, routers would choose by rounding alone.
-            if not self._counters["installs"] and not self._engine_args["enforce_eager"]:
+            if not self._counters["installs"] and not self.engine_args["enforce_eager"]:
                 await self._check_decoded_routes(manifest.version)
             self._counters["installs"] += 1
             self._pause_seconds += report.pause_seconds
@@ -285,7 +287,7 @@ class VllmEngine:
         """
         if self.routing is None:
             return
-        length = min(CHECKED_TOKENS, (self._core.max_model_len - 1) // 2)
+        length = min(CHECKED_TOKENS, (self.core.max_model_len - 1) // 2)
         prompt = np.arange(1, length + 1, dtype=np.int32)
         answer = await self.generate(GenerationRequest("decoded", prompt, length))
         whole = np.concatenate([prompt, answer.token_ids])
@@ -337,10 +339,10 @@ class VllmEngine:
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
         """Implement `Engine.count_stale_cached_tokens`, repeating the text until it fills
         blocks of the cache."""
-        block = self._core.block_size
+        block = self.core.block_size
         ids = np.resize(
             token_ids,
-            min(max(len(token_ids), 2 * block + 1), self._engine_args["max_model_len"] - 1),
+            min(max(len(token_ids), 2 * block + 1), self.engine_args["max_model_len"] - 1),
         ).tolist()
         running = await self._run_single_text("cache", ids, use_cache=True)
         known = self._cache_checked_version == self.version
@@ -365,7 +367,7 @@ class VllmEngine:
             requests.pause_admission()
             try:
                 async with asyncio.timeout(timeout):
-                    await self._core.pause_generation(mode="keep", clear_cache=False)
+                    await self.core.pause_generation(mode="keep", clear_cache=False)
                     if manifest.adapter is not None:
                         mismatches = await self._compare_weights(
                             "r3_find_adapter_differences", manifest
@@ -376,7 +378,7 @@ class VllmEngine:
                             "r3_find_weight_differences", manifest
                         )
                     if not mismatches:
-                        await self._core.resume_generation()
+                        await self.core.resume_generation()
             except BaseException as error:
                 await requests.fail_requests(ended)
                 if isinstance(error, Exception):
@@ -391,7 +393,7 @@ class VllmEngine:
             return list({m.tensor: m for m in mismatches}.values())
 
     async def _compare_weights(self, method: str, manifest: WeightManifest) -> list[TensorMismatch]:
-        answers = await self._core.collective_rpc(method, args=(msgspec.msgpack.encode(manifest),))
+        answers = await self.core.collective_rpc(method, args=(msgspec.msgpack.encode(manifest),))
         return [m for answer in answers for m in decode_msgpack(answer, list[TensorMismatch])]
 
     async def record_activations(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
@@ -403,16 +405,16 @@ class VllmEngine:
         computes. Raises `EngineError`, also for an engine with CUDA graphs, in which stages cannot
         be recorded: it must be eager.
         """
-        if not self._engine_args["enforce_eager"]:
+        if not self.engine_args["enforce_eager"]:
             raise EngineError(
                 "stages of a model in CUDA graphs cannot be seen: set "
                 "generator.engine_args.enforce_eager=true"
             )
         async with self._install_lock:
-            await self._core.collective_rpc("r3_record_activations")
+            await self.core.collective_rpc("r3_record_activations")
             logprobs = await self.score_tokens(token_ids)
             async with asyncio.timeout(CALL_TIMEOUT):
-                dtypes = await self._core.collective_rpc("r3_save_activations", args=(str(path),))
+                dtypes = await self.core.collective_rpc("r3_save_activations", args=(str(path),))
         return logprobs, dtypes[0]
 
     async def parse_tool_calls(
@@ -425,7 +427,7 @@ class VllmEngine:
         model's tokenizer.
         """
         async with asyncio.timeout(CALL_TIMEOUT):
-            content, calls = await self._core.parse_tool_calls(parser, text, tools)
+            content, calls = await self.core.parse_tool_calls(parser, text, tools)
         return content, [tuple(call) for call in calls]
 
     def collect_stats(self) -> dict[str, float]:

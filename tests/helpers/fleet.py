@@ -1,8 +1,10 @@
 """Stand-ins for generators, and the conductor's parts that know them."""
 
 import asyncio
+import contextlib
 
 import numpy as np
+import pytest
 
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.generator_supervisor import GeneratorSupervisor
@@ -141,9 +143,9 @@ async def loaded(handles, first: Published | None = None, *overrides: str, world
     return VersionDelivery(fleet, Learner(), way, tokens, first or published(0), world)
 
 
-def supervisor(installer, world: Outside | None = None):
+def supervisor(installer, world: Outside | None = None, stop_requested: asyncio.Event | None = None):
     """Return the supervisor of the installer's generators, which were leased nothing."""
-    world, fleet, stop_requested = world or outside(), installer.fleet, asyncio.Event()
+    world, fleet, stop_requested = world or outside(), installer.fleet, stop_requested or asyncio.Event()
     admission = AdmissionController(ScheduleConfig(), choose_task=lambda group: 0)
 
     async def missing_episodes(groups):
@@ -155,10 +157,43 @@ def supervisor(installer, world: Outside | None = None):
     return made
 
 
+@contextlib.contextmanager
+def playing_on(handle, begun: asyncio.Event):
+    """Let a generator play for as long as the block takes. When it has begun, `begun` is set."""
+    answer = handle.answer
+
+    async def play(name: str, *args):
+        if name == "run":
+            begun.set()
+            await asyncio.Event().wait()
+        return await answer(name, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "answer", play)
+        yield
+
+
+async def revive(installer, generator):
+    """Run the supervisor of all generators until the lost one plays again. Raises what the run ends with."""
+    begun = asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        for each in installer.fleet:
+            stack.enter_context(playing_on(each.handle, begun if each is generator else asyncio.Event()))
+        tasks = [asyncio.create_task(supervisor(installer).run()), asyncio.create_task(begun.wait())]
+        try:
+            ended, _ = await asyncio.wait(tasks, timeout=120, return_when=asyncio.FIRST_COMPLETED)
+            assert ended, "it plays again, or the run ends"
+            await ended.pop()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def restart(installer, generator):
-    """Lose a generator, and restart it."""
+    """Lose a generator, and have it restarted."""
     generator.health.mark_lost()
-    await supervisor(installer)._restart_generator(generator)
+    await revive(installer, generator)
 
 
 async def deliver(installer, version):

@@ -23,7 +23,7 @@ from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from r3async.world import ActorLostError
 from r3async.world.disk_retries import DiskRetrier
 from r3async.world.real import REAL_WORLD
-from tests.helpers.fleet import TOKENS, deliver, loaded, published, restart, sampled, scores, supervisor
+from tests.helpers.fleet import TOKENS, deliver, loaded, published, restart, revive, sampled, scores, supervisor
 from tests.helpers.transport import until
 from tests.helpers.world import StandIn
 
@@ -114,12 +114,15 @@ async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(insta
 
 async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(installer, fleet, handles):
     handle, generator = handles["generator-0"], fleet["generator-0"]
-    handle.wrong["start"] = RuntimeError("CUDA error: device unavailable")
-    with pytest.raises(ActorLostError, match="generator-0 was restarted and did not load: CUDA error"):
-        await restart(installer, generator)
-    fleet.mark_lost(generator)
-    del handle.wrong["start"]
-    await supervisor(installer)._restart_generator(generator)
+
+    def fail_once():
+        del handle.wrong["start"]
+        raise RuntimeError("CUDA error: device unavailable")
+
+    handle.wrong["start"] = fail_once
+    await restart(installer, generator)
+    (lost,) = fleet.events.facts("generator_lost")
+    assert lost["error"].startswith("generator-0 was restarted and did not load: CUDA error")
     assert (generator.state, generator.restarts) == ("healthy", 2)
 
 
@@ -155,8 +158,13 @@ async def test_a_lost_engine_is_the_loss_of_its_generator_whose_process_is_ended
     generator, handle = fleet["generator-0"], handles["generator-0"]
     generator.end_reason = known
     handle.wrong |= {"run": EngineLostError("its process ended with code -9"), "install_version": RuntimeError("dead")}
-    with pytest.raises(ActorLostError, match=known or "its engine is lost: its process ended with code -9"):
-        await supervisor(installer, world)._play_leases(generator)
+    stop_requested = asyncio.Event()
+    stop_requested.set()  # so it is not restarted
+    running = asyncio.create_task(supervisor(installer, world, stop_requested).run())
+    await until(lambda: handle.asked("run"))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    assert generator.end_reason == (known or "its engine is lost: its process ended with code -9")
     await deliver(installer, 1)
     assert world.killed == ([] if known else [(handle, True)])
 
@@ -447,11 +455,12 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
     for _ in range(2):
         await restart(installer, generator)
     assert [facts["waited"] for facts in fleet.events.facts("generator_restarted")] == [0.02, 0.04]
+    fleet["generator-1"].is_finished = True
     generator.health.mark_lost()
     fleet.report_lost(generator, ActorLostError("no kernel image"), [])
     message = r"generator-0 was lost 3 times \(generator\.max_restarts = 2\), the last time by: no kernel image"
     with pytest.raises(RunFailed, match=message):
-        await supervisor(installer)._restart_generator(generator)
+        await revive(installer, generator)
 
 
 async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_was_restarted(installer, fleet, handles):
@@ -459,14 +468,14 @@ async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_w
     handle.lives, generator.generated_tokens = True, 30
     for _ in range(3):  # more often than a process may be restarted
         fleet.mark_lost(generator)
-        await supervisor(installer)._restart_generator(generator)
+        await revive(installer, generator)
         assert (generator.state, generator.version, generator.restarts) == ("healthy", 0, 0)
         assert (generator.generated_tokens, fleet.generated_tokens) == (30, 30)
     ended = [event for event in fleet.events.names() if event.startswith("generator_")]
     assert ended == ["generator_recovered"] * 3
     handle.lives = False
     fleet.mark_lost(generator)
-    await supervisor(installer)._restart_generator(generator)
+    await revive(installer, generator)
     assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
 
 

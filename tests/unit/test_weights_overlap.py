@@ -15,29 +15,23 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.fleet import LearnerAddress
 from r3async.actors.learner import (
     LearnerActor,
-    LearnerComponents,
-    LearnerModel,
     LearnerStatus,
     TrainStepResult,
 )
 from r3async.actors.process import RunFailed
 from r3async.actors.rank_actor import LocalRank
 from r3async.actors.run_setup import RunSetup
-from r3async.actors.step_counts import StepCounts
-from r3async.actors.trajectory_inbox import NextStep
 from r3async.actors.version_delivery import VersionDelivery
-from r3async.actors.version_publisher import Published, VersionPublisher
+from r3async.actors.version_publisher import Published
 from r3async.config import LoraConfig, config_to_dict, load_config
+from r3async.data.write_sizes import UNKNOWN_SIZES
 from r3async.learner import LearnerError
-from r3async.learner.micro_batch_plan import CostModel
 from r3async.learner.prepare import PreparedStep
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.reading import read_json_objects
-from r3async.record.timeline import Timeline
-from r3async.schedule.groups import GroupBuffer
 from r3async.weights.interfaces import TransferOffer
 from r3async.weights.manifest import BASE_VERSION, AdapterFormat, WeightManifest
-from r3async.world.real import REAL_WORLD
+from r3async.world.real import REAL_WORLD, RealWorld
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
 from tests.helpers.world import StandIn
@@ -75,7 +69,7 @@ def publication(version: int) -> TransferOffer:
 class Backend:
     """A learner whose `write_version` takes as long as the test wants; it says in which order things happened."""
 
-    vocab_size, restarts = 8, 0
+    vocab_size, restarts, processes = 8, 0, ()
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -94,6 +88,15 @@ class Backend:
         self.happened.append(f"written {self._copied}")
         return publication(self._copied)
 
+    def set_weight_transport(self, transport, sender_keys) -> None:
+        pass
+
+    def list_gpus(self) -> list[str]:
+        return []
+
+    def list_carried_tensors(self) -> tuple[str, ...]:
+        return ("mtp.fc.weight",)
+
     def close(self) -> None:
         pass
 
@@ -111,7 +114,15 @@ def nothing() -> SimpleNamespace:
     return SimpleNamespace(
         staleness_bound=0,
         routing=None,
-        buffer=SimpleNamespace(take_groups=lambda indices: [group], episodes_of=lambda indices: [group]),
+        keys=None,
+        keys_for_generators=None,
+        start=always(""),
+        close=always(None),
+        wake_waiters=lambda: None,
+        make_stand_in=lambda t: t,
+        buffer=SimpleNamespace(
+            take_groups=lambda indices: [group], episodes_of=lambda indices: [group], newest_group=-1
+        ),
         wait_for_groups=always([0]),
         quarantine_rejected=always(None),
         release_trained=lambda indices: None,
@@ -119,15 +130,20 @@ def nothing() -> SimpleNamespace:
     )
 
 
+class OverlappedLearner(LearnerActor):
+    """A learner that receives `nothing`."""
+
+    @staticmethod
+    def inbox_class(*args, **parts):
+        return nothing()
+
+
 @pytest.fixture
-def learner(tmp_path, monkeypatch):
+async def learner(tmp_path, monkeypatch, tiny_model):
     """A learner, in this process, whose steps train nothing and take no time."""
-    settings, backend = load_config("quickstart"), Backend()
+    settings = config_to_dict(load_config("quickstart", ["weights.probe=false"]))
     monkeypatch.setattr(r3async.actors.learner, "prepare_process", lambda *args: None)
-    actor = LearnerActor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), "model")
-    timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch_lane, actor._writer_lane)
-    publishing = VersionPublisher(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
-    publishing.carried = ("mtp.fc.weight",)
+    monkeypatch.setattr(r3async.actors.learner, "load_learner", lambda *args: Backend())
     monkeypatch.setattr(r3async.actors.learner, "check_staleness", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "compute_staleness_metrics", lambda *args: {})
     monkeypatch.setattr(Trainer, "prepare_step", lambda self, groups: PreparedStep(groups, [], [], [], {}, []))
@@ -137,13 +153,14 @@ def learner(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(r3async.actors.learner, "compute_episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(r3async.actors.learner, "make_trained_step", lambda *args: {})
-    trainer = Trainer(settings, CostModel(), backend, None, actor.events, lambda t: t)
-    actor._loaded = LearnerModel(backend, CostModel(), StepCounts(), GroupBuffer(1))
-    inbox = nothing()
-    actor._components = LearnerComponents(
-        inbox, trainer, NextStep(inbox, actor._packer_lane, trainer.prepare_step), None, publishing
-    )
-    return actor
+    actor = OverlappedLearner(REAL_WORLD, RunSetup("run", settings, str(tmp_path)), str(tiny_model))
+    await actor.start()
+    await actor.start_listening(None, "shared_memory")
+    actor.components.version_publisher.write_seconds = LIMIT
+    yield actor
+    for _ in range(9):  # whatever is still written, it may be
+        actor.model.ranks.may_write.release()
+    await actor.stop()
 
 
 async def test_the_first_version_of_adapters_alone_comes_with_the_start_model(learner):
@@ -203,7 +220,9 @@ class RemoteLearner(StandIn):
     """Makes steps as fast as it is asked. Writing takes longer than a step, and `fails` at that version."""
 
     begin_checkpoint, finish_checkpoint, stop = always(0.0), always(None), always(None)
-    get_status = always(LearnerStatus())
+    get_status, publish_version = always(LearnerStatus()), always(Published(publication(0)))
+    start = always({"pid": 5, "host": "here", "gpus": [], "rank_hosts": [], "sees_run": True, "written": UNKNOWN_SIZES})
+    start_listening = always({"endpoint": "", "keys": None, "newest_group": -1})
 
     def __init__(self, fails: int = -1):
         self.fails = fails
@@ -229,11 +248,28 @@ class RemoteLearner(StandIn):
         return Published(publication(version), seconds=float(version))
 
 
+class Player(StandIn):
+    """A generator that plays until the run is over."""
+
+    start = always({"pid": 6, "host": "here", "gpus": [], "tasks": (None,), "routing": None})
+    stop = always(None)
+
+    async def run(self, conductor):
+        await asyncio.Event().wait()
+
+
+class NoCluster(RealWorld):
+    """A world whose actors are objects of this process."""
+
+    def __init__(self):
+        self.actors = SimpleNamespace(current_actor=StandIn, kill_actor=lambda actor: None)
+
+
 @pytest.fixture
 def conductor(tmp_path, monkeypatch):
     monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
-    settings = load_config("quickstart", ["steps=5"])
-    return Conductor(REAL_WORLD, RunSetup("run", config_to_dict(settings), str(tmp_path)), StandIn(), {})
+    settings = config_to_dict(load_config("quickstart", ["steps=5", "weights.probe=false", "routing.replay=off"]))
+    return Conductor(NoCluster(), RunSetup("run", settings, str(tmp_path)), StandIn(), {"generator-0": Player()})
 
 
 @pytest.fixture
@@ -249,7 +285,9 @@ def installer(conductor, monkeypatch):
         installed.append(version)
         return {"timing/weight_update_seconds": 0.02}
 
+    monkeypatch.setattr(made, "install_first_version", always(None))
     monkeypatch.setattr(made, "deliver_newest", deliver)
+    monkeypatch.setattr(r3async.actors.conductor, "VersionDelivery", lambda *args, **parts: made)
     conductor.trained, conductor.freed = [], []
     monkeypatch.setattr(conductor.admission, "step_trained", lambda *pair: conductor.trained.append(pair))
     monkeypatch.setattr(conductor.admission, "version_published", conductor.freed.append)
@@ -257,17 +295,13 @@ def installer(conductor, monkeypatch):
     return made
 
 
-async def train(conductor, installer, learner):
-    async def start():
-        conductor.supervisor.begin_supervision(installer, StandIn(), {}, set())
-        return installer
-
-    conductor.learner, conductor._start_actors = learner, start
+async def train(conductor, learner):
+    conductor.learner = learner
     return (await asyncio.wait_for(conductor.run(), LIMIT))["steps"]
 
 
 async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, installer, tmp_path):
-    assert await train(conductor, installer, RemoteLearner()) == 5
+    assert await train(conductor, RemoteLearner()) == 5
     assert conductor.versions[-1] == 5
     assert conductor.trained == [(version, [version - 1]) for version in range(1, 6)]
     assert conductor.freed == sorted(conductor.freed)
@@ -283,7 +317,7 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
 @pytest.mark.parametrize("version", [2, 5])
 async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor, installer, version):
     with pytest.raises(RunFailed, match=f"OSError: version {version} could not be written"):
-        await train(conductor, installer, RemoteLearner(fails=version))
+        await train(conductor, RemoteLearner(fails=version))
 
 
 async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor, installer):
@@ -294,4 +328,4 @@ async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(cond
 
     installer.deliver_newest = deliver
     with pytest.raises(RunFailed, match="tensor 'x' is corrupt"):
-        await train(conductor, installer, RemoteLearner())
+        await train(conductor, RemoteLearner())

@@ -330,7 +330,8 @@ class PooledEnvironment:
     """
 
     def __init__(self, pool: WorkerPool, size: int | None = None):
-        self._pool = pool
+        self.pool = pool
+        """The processes in which it is played, also those of other episodes."""
         self.size = size
         self._worker: EnvironmentWorker | None = None
         self._instance_id = 0
@@ -364,14 +365,14 @@ class PooledEnvironment:
             self._worker = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledEnvironment:
-        other = type(self)(self._pool, self.size)
+        other = type(self)(self.pool, self.size)
         other._seed = self._seed
         other._actions = list(self._actions)
         other._oracle = self._oracle
         return other
 
     async def _start_instance(self) -> list[Message]:
-        worker = self._pool.pick_worker()
+        worker = self.pool.pick_worker()
         self._instance_id = worker.register_instance()
         self._worker = worker
         self._finalizer = weakref.finalize(self, worker.drop_instance, self._instance_id)

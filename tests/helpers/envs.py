@@ -82,7 +82,7 @@ class Unseeded:
         return f"{self.made} {self._draw()}"
 
     def step(self, action: Action) -> StepResult:
-        return StepResult(0.0, [Message("user", self._draw())])
+        return StepResult(0.0, [Message("user", self._draw())], metrics={"pid": os.getpid()})
 
 
 def _own_channel() -> socket.socket:

@@ -45,7 +45,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 def rewarded_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Yield a function that makes an environment of one row in `folder`, where functions that reward it are found too.
 
-    Their processes end with the block.
+    Their processes end after the block, when nobody has such an environment any more.
     """
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(folder))
     made = []
@@ -57,8 +57,7 @@ def rewarded_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         return made[-1]()
 
     yield make
-    for factory in made:
-        factory()._make_worker()._pool.close()
+    made.clear()
 
 
 async def play_answer(env: Any, text: str, token_ids: Any = ()) -> tuple[float, dict[str, float]]:

@@ -142,4 +142,4 @@ async def test_messages_of_openais_clients_come_from_the_processes_of_the_pool_t
     env = factory()
     assert await env.reset(7) == [Message("user", "7")]
     assert (await env.step(Action("on"))).messages == [Message("user", "on")]
-    env._pool.close()
+    env.pool.close()

@@ -37,7 +37,7 @@ def pooled(monkeypatch):
 
     yield make
     for factory in made:
-        factory()._pool.close()
+        factory().pool.close()
 
 
 async def play_texts(env, seed, beside=None):
@@ -55,7 +55,7 @@ async def test_episodes_of_one_task_in_several_processes_draw_the_same_numbers_a
     factory = pooled(workers=2)
     envs = [factory() for _ in range(4)]
     texts = await asyncio.gather(*(play_texts(env, 5) for env in envs))
-    assert len({env._worker._program.keeper_pid for env in envs}) == 2
+    assert len({(await env.step(Action("a"))).metrics["pid"] for env in envs}) == 2
     assert texts == [texts[0]] * 4
     assert len(set(texts[0])) == 4  # each turn draws anew
     assert await play_texts(factory(), 6) != texts[0]

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs import Action, HasRandomAnswer, StepResult
+from r3async.envs import Action, HasRandomAnswer, Message, StepResult
 from r3async.envs.builtin import evaluate_expression
 from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
 from tests.helpers.rewards import mean_reward
@@ -78,10 +78,20 @@ async def test_sorting_asks_for_the_letters_of_earlier_turns_too():
     assert (await env.step(Action("zzz"))).reward < 1 / 3
 
 
+async def find_secret(factory, seed):
+    """Return the number that is to be guessed."""
+    for number in range(1, 9):
+        env = factory()
+        await env.reset(seed)
+        if (await env.step(Action(str(number)))).reward == 1:
+            return number
+    raise AssertionError("no number is right")
+
+
 async def test_guessing_is_answered_by_where_to_look_and_an_answer_that_is_no_number_costs_a_turn():
-    env = build_environment_factory(EnvConfig(name="guess", args={"highest": 8, "turns": 3, "noise": 0.0}))()
+    factory = build_environment_factory(EnvConfig(name="guess", args={"highest": 8, "turns": 3, "noise": 0.0}))
+    secret, env = await find_secret(factory, 2), factory()
     await env.reset(2)
-    env._secret = secret = 5
     replies = [(await env.step(Action(text))).messages[0].content for text in ("one", str(secret - 1))]
     assert replies == ["a number", "higher"]
     assert await env.step(Action(str(secret))) == StepResult(1.0, done=True)
@@ -104,12 +114,20 @@ async def test_the_noise_of_a_guess_is_drawn_from_task_and_answers():
 
 @pytest.mark.parametrize(
     ("expression", "reward"),
-    [("3*5+7", 1.0), ("(7+3*5)", 1.0), (" 7 + 15 ", 0.0), ("5*3", 0.1), ("3*5+7+7", 0.0), ("7**3", 0.0), ("", 0.0)],
+    [
+        ("(3+5)/2", 1.0),
+        ("((5+3)/2)", 1.0),
+        (" 5 - 1 ", 0.0),
+        ("5*3", 0.1),
+        ("2+5-3", 1.0),
+        ("2+2+3-3", 0.0),
+        ("2**2", 0.0),
+        ("", 0.0),
+    ],
 )
 async def test_countdown_wants_the_target_from_the_given_numbers(expression, reward):
     env = build_environment_factory(EnvConfig(name="countdown"))()
-    await env.reset(1)
-    env._numbers, env._target = [3, 5, 7], 22
+    assert await env.reset(1) == [Message("user", "3 2 5=4")]
     assert (await env.step(Action(expression))).reward == reward
 
 
@@ -173,10 +191,11 @@ async def test_the_calculator_answers_a_call_and_names_what_is_wrong_with_anothe
 @pytest.mark.parametrize(("before", "reward"), [([], 1.0), ([CALL], 1.0), (["six"], 0.9), (["six", CALL, "?"], 0.8)])
 async def test_a_malformed_call_costs_and_the_right_answer_pays(before, reward):
     env = build_environment_factory(EnvConfig(name="tool-calculator"))()
-    await env.reset(1)
+    (question,) = await env.reset(1)
     for answer in before:
         await env.step(Action(answer))
-    result = await env.step(Action(json.dumps({"answer": env._result})))
+    right = int(evaluate_expression(question.content)[0])
+    result = await env.step(Action(json.dumps({"answer": right})))
     assert (result.reward, result.done) == (pytest.approx(reward), True)
 
 

@@ -28,7 +28,7 @@ ECHO = "tests.helpers.envs:Echo"
 
 
 def pool_of(factory):
-    return factory()._pool
+    return factory().pool
 
 
 @pytest.fixture
@@ -298,12 +298,12 @@ def test_the_settings_of_the_pool_must_be_positive(setting):
 
 def test_a_pool_that_is_forgotten_at_the_end_of_the_interpreter_waits_for_no_frozen_thread(monkeypatch):
     pool = WorkerPool("tests.helpers.envs:Absent", {}, EnvConfig())
-    worker = pool.pick_worker()
-    worker._stop_lock.acquire()  # by this thread, which lets go of it only at the end
+    worker, thawed = pool.pick_worker(), threading.Event()
+    monkeypatch.setattr(worker, "stop", thawed.wait)  # for a thread that has its lock, and is frozen
     monkeypatch.setattr("r3async.envs.pool.sys.is_finalizing", lambda: True)
     forgetting = threading.Thread(target=pool.__del__, daemon=True)
     forgetting.start()
     forgetting.join(2)
     waits = forgetting.is_alive()
-    worker._stop_lock.release()
+    thawed.set()
     assert not waits

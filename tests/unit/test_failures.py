@@ -264,10 +264,9 @@ async def test_no_episode_fails_by_an_engine_that_is_lost(engine, by_an_agent):
         raise RuntimeError("the endpoint answered 500") from EngineLostError("the engine is not running")
 
     engine.lose_process()
-    reports = []
-    player = player_of(engine, Away, reports, retries=2)
-    if by_an_agent:
-        player._play_episode = play_with_agent
+    reports, settings = [], EpisodeConfig(max_turns=1, max_new_tokens=8, retries=2)
+    by = {"play_episode": play_with_agent} if by_an_agent else {}
+    player = make_player(Away, engine, renderer(), settings, reports, raise_failures=False, **by)
     with pytest.raises(ExceptionGroup) as raised:
         await play_lease(player, 0, 9, (0,))
     assert isinstance(raised.value.exceptions[0], EngineLostError)

@@ -229,6 +229,11 @@ def image(tmp_path_factory):
     subprocess.run(["docker", "rmi", "--force", name], capture_output=True, timeout=240, check=False)
 
 
+async def list_containers() -> set[str]:
+    """Return the names of all containers, also of those that have ended."""
+    return set((await run_bounded(["docker", "ps", "--all", "--format", "{{.Names}}"], 30, 65536)).output.split())
+
+
 @pytest.mark.long
 async def test_a_task_is_played_in_a_container_of_its_image(image, write):
     toml = '[environment]\nworkdir = "/app"\nnetwork_mode = "no-network"\n[agent]\nuser = "ada"\n[verifier]\nuser = 0'
@@ -236,8 +241,9 @@ async def test_a_task_is_played_in_a_container_of_its_image(image, write):
         toml, **{"environment/Dockerfile": f"FROM {image}\nRUN mkdir /app && echo 7 > /app/seven && chmod 777 /app"}
     )
     env = make(folder, images=True, seconds=1)()
+    before = await list_containers()
     await env.reset(0)
-    container = env._place._name
+    (container,) = await list_containers() - before
     look = await env.step(bash("cat seven; id -un; touch done; for n in 1 2 3 4 5; do echo $n; echo $n- >&2; done"))
     assert look.messages[0].content.split("\n")[:-1] == [
         "7",
@@ -248,7 +254,7 @@ async def test_a_task_is_played_in_a_container_of_its_image(image, write):
     assert slow.messages[0].content == "[out of time]"
     assert (await env.step(DONE)).reward == 1
     await env.close()
-    assert container not in (await run_bounded(["docker", "ps", "--all"], 30, 65536)).output
+    assert container not in await list_containers()
     write(f'[environment]\ndocker_image = "{image}"', **{"environment/Dockerfile": "FROM nowhere"})
     (folder / "task" / "environment" / "Dockerfile").unlink()
     (folder / "task" / "environment" / "given").touch()

@@ -179,7 +179,6 @@ async def test_a_reward_that_blocks_and_one_that_waits_get_the_same_values(tmp_p
     await env.reset(0)
     result = await env.step(Action(repr(seen["of"]({name: to_plain_value(value) for name, value in row.items()}))))
     assert result.metrics == {"rewards/blocks": 1.0, "rewards/waits": 1.0}
-    env._make_worker()._pool.close()
 
 
 def test_values_of_a_program_become_plain_data():

@@ -226,7 +226,7 @@ async def test_a_process_of_environments_has_an_allow_list_of_variables(monkeypa
     try:
         (message,) = await environment.reset(0)
     finally:
-        environment._pool.close()
+        environment.pool.close()
     assert PLANTED not in message.content
     seen = json.loads(message.content)
     assert seen["R3_TEST_LICENCE"] == "named"

@@ -62,7 +62,7 @@ class RelayRecorder:
         if isinstance(message, Deliver):
             for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
                 self._append_record(
-                    self._sent_record(decode_trajectory(join_item_frames(item, pieces)))
+                    self.make_sent_record(decode_trajectory(join_item_frames(item, pieces)))
                 )
         elif isinstance(message, Ack):
             self._append_record(AcknowledgedRecord(time.time(), list(message.ids)))
@@ -71,7 +71,7 @@ class RelayRecorder:
         self._append_record(DamageRecord(time.time()))
 
     @staticmethod
-    def _sent_record(trajectory: Trajectory) -> SentRecord:
+    def make_sent_record(trajectory: Trajectory) -> SentRecord:
         versions = [int(s.table["policy_version"].max(initial=-1)) for s in trajectory.samples]
         return SentRecord(
             time.time(),

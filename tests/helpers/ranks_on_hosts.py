@@ -52,6 +52,12 @@ class MeasuredRank(RankActor):
 class MeasuredRanks(RemoteRanks):
     actor_class = MeasuredRank
 
+    def begin_measuring(self) -> None:
+        self._ranks.calls.call_all("begin_measuring")
+
+    def read_memory(self) -> list[Any]:
+        return self._ranks.calls.call_all("read_memory")
+
 
 class Engine:
     """A host of engines, as far as it fetches versions."""
@@ -152,14 +158,14 @@ async def run(model: Path, run_dir: Path) -> dict[str, Any]:
     for version in range(VERSIONS):
         if version:
             await train(version)
-        ranks._ranks.calls.call_all("begin_measuring")
+        ranks.begin_measuring()
         await writer.copy_weights(version, with_probe_scores=False)
         writing = asyncio.create_task(writer.write_version())
         if version:
             await train(version)  # beside it
         published = (await writing).publication
         fetched = await asyncio.gather(*(engine.call("fetch_version", published) for engine in engines))
-        ranked = ranks._ranks.calls.call_all("read_memory")
+        ranked = ranks.read_memory()
         (source,) = published.transport_data
         found["versions"].append(
             {

@@ -55,7 +55,7 @@ def killing(kills, done):
 def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=None):
     """What the accounting finds in a run whose processes `kills` are killed, or to which `meddle` does something."""
     machine.simulation.network.damage_rate = damage
-    passed, message = [], machine.simulation._log_message
+    passed, message = [], machine.simulation.network.on_message
 
     def note(event, route, frames):
         message(event, route, frames)
@@ -68,7 +68,7 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
         now = START_TIME + machine.seconds
         if isinstance(control, Deliver):
             for item, pieces in zip(control.items, control.split_by_item(frames[1:]), strict=True):
-                sent = RelayRecorder._sent_record(decode_trajectory(join_item_frames(item, pieces)))
+                sent = RelayRecorder.make_sent_record(decode_trajectory(join_item_frames(item, pieces)))
                 passed.append(msgspec.structs.replace(sent, at=now))
         elif isinstance(control, Ack):
             passed.append(AcknowledgedRecord(now, list(control.ids)))

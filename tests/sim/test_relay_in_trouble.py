@@ -20,6 +20,7 @@ class Transfer:
     """A learner that publishes versions without deltas, and eight hosts that fetch each.
 
     Attributes:
+        known_as: Names by which others know hosts, if not by their own.
         seconds: Virtual seconds until all hosts had each version.
         moved: For each version, how many times each host asked for another parent.
     """
@@ -31,6 +32,7 @@ class Transfer:
         self.learner = self.simulation.begin_process("learner", self.simulation.hosts["learner"])
         self.processes = {name: self.simulation.begin_process(name, self.simulation.hosts[name]) for name in names}
         self.receivers: dict[str, tcp.TcpReceiver] = {}
+        self.known_as: dict[str, str] = {}
         self.seconds: list[float] = []
         self.moved: list[dict[str, int]] = []
 
@@ -44,13 +46,12 @@ class Transfer:
         return await self.simulation.loop.create_task(work, context=process.context.copy())
 
     async def _publish(self, versions: int, trouble) -> None:
+        trouble(self)
         await self._within(self.learner, self._begin_learner())
         for name, process in self.processes.items():
             await self._within(process, self._begin_host(name))
         for version in range(versions):
             manifest, source = await self._within(self.learner, self._write_version(version))
-            if version == 0:
-                trouble(self)  # before it listens
             before = {name: receiver.parent_changes for name, receiver in self.receivers.items()}
             began = self.simulation.loop.now
             await asyncio.gather(
@@ -66,7 +67,7 @@ class Transfer:
         self.server = tcp.TcpServer("learner", SERVER_KEYS, self.learner.world)
 
     async def _begin_host(self, name: str) -> None:
-        options = {"host": name, "name": name, "world": self.processes[name].world}
+        options = {"host": name, "name": self.known_as.get(name, name), "world": self.processes[name].world}
         self.receivers[name] = tcp.TcpReceiver(Path("/memory"), "run", name, CLIENT_KEYS, **options)
 
     async def _write_version(self, version: int):
@@ -82,8 +83,7 @@ class Transfer:
 
 def unreachable(transfer: Transfer) -> None:
     """Others know the bad hosts by a name that leads nowhere; they reach the others."""
-    for name in BAD:
-        transfer.receivers[name]._name = "nowhere"
+    transfer.known_as = dict.fromkeys(BAD, "nowhere")
 
 
 def damaged(transfer: Transfer) -> None:

@@ -11,8 +11,8 @@ from dev.simulation.run import tiny_model_directory
 from dev.simulation.shrink import SimulationCase
 from dev.simulation.workload import SimulatedWorkload
 from r3async.actors.fleet_scaler import ScaleRequest, write_scale_request
-from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.config.supervise import TimeLimits
+from r3async.schedule.run_ahead import AdmissionController
 from tests.sim.test_accounting import rehearse
 
 
@@ -31,14 +31,14 @@ SETTINGS = ["steps=16", "generator.count=1", "generator.concurrency=4"]
 @pytest.mark.parametrize(("backend", "seed"), [("shared_memory", 0), ("tcp", 1)])
 def test_a_fleet_grows_and_shrinks_and_everything_is_trained_once(machine, tmp_path, monkeypatch, backend, seed):
     leased: Counter[str] = Counter()
-    lease = LeaseDispatcher._lease_groups
+    lease_group = AdmissionController.lease_group
 
-    def watched(self, generator, free):
-        found = lease(self, generator, free)
-        leased[generator.generator_id] += len(found)
-        return found
+    def watched(self, owner, **limits):
+        lease = lease_group(self, owner, **limits)
+        leased[owner] += lease is not None
+        return lease
 
-    monkeypatch.setattr(LeaseDispatcher, "_lease_groups", watched)
+    monkeypatch.setattr(AdmissionController, "lease_group", watched)
 
     async def resize(machine):
         await machine.step(3)

@@ -3,10 +3,12 @@
 R3ASYNC_FUZZ=N damages N runs here.
 """
 
+import html
 import io
 import json
 import os
 import random
+import re
 import shutil
 import time
 import traceback
@@ -155,8 +157,8 @@ def show_live(run: Path) -> str:
         text += live.render_episode_list(EpisodeQuery()) + live.render_episode_list(
             EpisodeQuery(order="best", reward_min=0.1, step_max=9)
         )
-        for key in list(live._episodes._entries):
-            text += live.render_episode(key, group=True) or ""
+        for key in re.findall(r"data-key='(.*?)'", live.render_episode_list(EpisodeQuery())):
+            text += live.render_episode(html.unescape(key), group=True) or ""
         return text
     finally:
         live.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 from typing import ClassVar
 
@@ -18,9 +19,8 @@ from r3async.actors.run_setup import RunSetup
 from r3async.actors.version_delivery import VersionDelivery
 from r3async.config import config_to_dict, load_config
 from r3async.tools.training_session import train
-from r3async.world import ActorLostError
 from r3async.world.real import REAL_WORLD
-from tests.helpers.fleet import Events, Generator, published
+from tests.helpers.fleet import Events, Generator, outside, published
 from tests.helpers.world import StandIn
 
 
@@ -123,9 +123,11 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
 async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
     monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", 0.05)
     config = load_config("quickstart", [f"supervise.patience={0.05 / 120}"])
-    fleet = Fleet(config, Events(), {"generator-0": Silent("install_version")})
-    installer = VersionDelivery(fleet, StandIn(), LearnerAddress("", ""), None, published(0))
-    with pytest.raises(
-        ActorLostError, match=r"generator-0: no answer to `install_version` within .* \(supervise\.patience\)"
-    ):
-        await asyncio.wait_for(installer._call_generator(fleet["generator-0"], "install_version"), 60)
+    silent = Generator()
+    silent.may_install.clear()
+    fleet = Fleet(config, Events(), {"generator-0": silent, "generator-1": Generator()})
+    await fleet.load_engines()
+    installer = VersionDelivery(fleet, StandIn(), LearnerAddress("", ""), None, published(0), outside())
+    await asyncio.wait_for(installer.install_first_version(), 60)
+    (lost,) = fleet.events.facts("generator_lost")
+    assert re.match(r"no answer to `install_version` within .* \(supervise\.patience\)", lost["error"])

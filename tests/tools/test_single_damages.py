@@ -1,8 +1,10 @@
 """Each single damage of a run's folder: what reads a run says what it leaves out, shows the rest, and never raises."""
 
 import asyncio
+import html
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -260,16 +262,17 @@ async def look_at_pages(run: Path) -> None:
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)) as session:
 
-            async def get(path: str, **words: object) -> None:
+            async def get(path: str, **words: object) -> str:
                 asked = {"token": TOKEN, **{name: str(word) for name, word in words.items()}}
                 async with session.get(address + path, params=asked) as answer:
                     assert answer.status == 200, (path, words, answer.status)
+                    return await answer.text()
 
             await get("/")
             await get("/page", run=0)
-            await get("/episodes", run=0)
-            for key in list(pages._runs[0]._episodes._entries):
-                await get("/episode", run=0, key=key, group=1)
+            listed = await get("/episodes", run=0)
+            for key in re.findall(r"data-key='(.*?)'", listed):
+                await get("/episode", run=0, key=html.unescape(key), group=1)
     finally:
         await runner.cleanup()
 

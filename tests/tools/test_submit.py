@@ -199,6 +199,9 @@ class NoAgentYet:
     def __init__(self, after=2):
         self.asked, self.after = 0, after
 
+    def _do_request(self, *args):
+        raise NotImplementedError
+
     def get_address(self):
         return "http://there"
 
@@ -211,19 +214,29 @@ class NoAgentYet:
         return "job-1"
 
 
-def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
+@pytest.fixture
+def jobs_of(monkeypatch):
+    """Return the jobs of a cluster with this client of Ray's in place of one that connects."""
+
+    def make(client):
+        monkeypatch.setattr("r3async.tools.submit.jobs.open_job_client", lambda address: client)
+        return ClusterJobs("there")  # no URL, so nothing has to listen
+
+    return make
+
+
+def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, jobs_of):
     monkeypatch.setattr("r3async.tools.submit.jobs.time.sleep", lambda seconds: None)
-    jobs, shown = ClusterJobs.__new__(ClusterJobs), []
-    jobs.address, jobs._client = "http://there", NoAgentYet()
+    jobs, shown = jobs_of(NoAgentYet()), []
     assert jobs.submit_job(JobPackage("true", {}), print_line=shown.append) == "job-1"
     assert shown == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
-    jobs._client = NoAgentYet(after=10**9)
+    jobs = jobs_of(NoAgentYet(after=10**9))
     monkeypatch.setattr("r3async.tools.submit.jobs.AGENT_SECONDS", 0.01)
     with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
         jobs.submit_job(JobPackage("true", {}))
 
 
-def test_a_job_is_found_by_its_id_or_by_its_runs_name():
+def test_a_job_is_found_by_its_id_or_by_its_runs_name(jobs_of):
     listed = [
         SimpleNamespace(submission_id=name, start_time=start, entrypoint=f"r3async train quickstart {words}")
         for name, start, words in (
@@ -233,8 +246,7 @@ def test_a_job_is_found_by_its_id_or_by_its_runs_name():
             (None, 9, ""),
         )
     ]
-    jobs = ClusterJobs.__new__(ClusterJobs)
-    jobs._client = SimpleNamespace(list_jobs=lambda: listed)
+    jobs = jobs_of(SimpleNamespace(list_jobs=lambda: listed, _do_request=lambda *args: None))
     assert [jobs.find_job(word) for word in ("a", "b", "night", "night2", "nobody")] == [
         "a",
         "b",

@@ -16,7 +16,7 @@ from r3async.envs.dataset import DatasetFactory
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.row_tasks import fill_template, list_field_names, look_up_field
 from r3async.envs.rows import read_rows
-from r3async.envs.task_splits import load_task_splits, resolve_data_config, select_held_out_rows
+from r3async.envs.task_splits import load_part_tasks, load_task_splits, resolve_data_config, select_held_out_rows
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
 from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
@@ -30,8 +30,12 @@ def env(path, **args):
     return EnvConfig(name="dataset", args={"path": str(path), **args})
 
 
+def tasks_of(env):
+    return load_part_tasks(resolve_data_config(env))
+
+
 def prompts(env):
-    return [[m.content for m in task.messages] for task in DatasetFactory(env)._tasks]
+    return [[m.content for m in task.messages] for task in tasks_of(env)]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
@@ -153,7 +157,7 @@ def test_prompts_are_texts_messages_or_templates(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [row])
 
     def messages(**args):
-        return DatasetFactory(env(path, **args))._tasks[0]
+        return tasks_of(env(path, **args))[0]
 
     assert messages().messages == [Message("system", "s"), Message("user", "u")]
     assert messages().is_chat
@@ -444,5 +448,5 @@ def test_rows_of_verl_and_of_trl_are_taken_as_they_are_from_parquet(tmp_path):
     verl = {"data_source": "openai/gsm8k", "prompt": asked, "ability": "math"}
     verl |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7, "answer": "so #### 2"}}
     for row in (verl, {"prompt": asked, "solution": "2"}, {"prompt": asked, "ground_truth": "2", "level": 5}):
-        (task,) = DatasetFactory(env(write_rows(tmp_path / "rows.parquet", [row]), reward="number"))._tasks
+        (task,) = tasks_of(env(write_rows(tmp_path / "rows.parquet", [row]), reward="number"))
         assert (task.messages, task.is_chat, task.answer, task.row) == ([Message("user", "1+1?")], True, "2", row)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+from functools import partial
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from r3async.schedule.run_ahead import GroupLease
 from r3async.schedule.tasks import training_seed
 from r3async.world import ActorLostError
 from r3async.world.curve_keys import generate_keys
+from r3async.world.disk_retries import DiskRetrier
 from r3async.world.real import REAL_WORLD
 from tests.helpers.fleet import Events
 from tests.helpers.serving import ready, renderer
@@ -53,7 +55,7 @@ def lines(tmp_path):
 
 
 async def settle(it):
-    await asyncio.wait_for(it._wait_for_running(asyncio.Event()), 5)
+    await until(lambda: not it.is_running, 5)
 
 
 async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tmp_path, monkeypatch):
@@ -231,8 +233,8 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
 
     refused = []
     monkeypatch.setattr(evaluator_module, "write_evaluation", write)
+    monkeypatch.setattr(evaluator_module, "DiskRetrier", partial(DiskRetrier, retry_seconds=0.05))
     it, events, _ = evaluator(tmp_path)
-    it._disk_wait._retry_seconds = 0.05
     it.evaluate_if_due(2, 0)
     await settle(it)
     (one,) = read_evaluations(tmp_path / "checkpoints").values()
@@ -264,7 +266,7 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
         it.evaluate_if_due(step, 0)
     await it.finish_evaluations(4, 0, asyncio.Event())
     await it.cancel()
-    assert (events.seen, it._task) == ([], None)
+    assert (events.seen, it.is_running) == ([], False)
 
 
 @pytest.fixture

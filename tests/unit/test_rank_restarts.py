@@ -92,11 +92,14 @@ class Actors:
 
     def __init__(self, fate=lambda number, name: "", store=1e9):
         self.fate, self.begun, self.pids, self.store = fate, 0, 0, store
+        self.ranks, self.killed = {}, []
+        """The newest actor of each rank, and the processes that were killed."""
         self.lock = threading.Lock()
 
     def spawn_actor(self, actor_class, rank, *args, name, actor_options):
         self.pids += 1
-        return Rank(2 * self.pids + rank)
+        self.ranks[rank] = Rank(2 * self.pids + rank)
+        return self.ranks[rank]
 
     def begin_call(self, actor, method, *args, concurrency_group="", **kwargs):
         with self.lock:
@@ -135,8 +138,8 @@ class Actors:
 
 class Cluster(RealWorld):
     def __init__(self, actors):
-        self.actors, self.killed = actors, []
-        self.processes = SimpleNamespace(kill_process=lambda *process: self.killed.append(process))
+        self.actors = actors
+        self.processes = SimpleNamespace(kill_process=lambda *process: actors.killed.append(process))
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +148,8 @@ def many_restarts(monkeypatch):
 
 
 def learner_of(actors, tmp_path, told=None, **supervise):
-    config = load_config("quickstart", ["learner.parallel.dp=2", *(f"supervise.{k}={v}" for k, v in supervise.items())])
+    settings = ["learner.parallel.dp=2", f"weights.directory={tmp_path}"]
+    config = load_config("quickstart", [*settings, *(f"supervise.{k}={v}" for k, v in supervise.items())])
     report = Reports() if told is None else told
     return RemoteRanks.load(config, tmp_path, tmp_path, world=Cluster(actors), report_event=report)
 
@@ -251,24 +255,25 @@ def test_without_copies_or_where_they_do_not_fit_the_loss_of_a_rank_is_the_calle
 
 
 def test_ranks_of_several_hosts_and_those_of_nccl_are_not_started_again(tmp_path, monkeypatch):
-    here = learner_of(Actors(), tmp_path)
-    here._config.weights.directory = str(tmp_path)
+    on_one_host, on_two = Actors(), Actors()
+    here = learner_of(on_one_host, tmp_path)
     here.set_weight_transport("nccl")
     monkeypatch.setattr(Rank, "hosts", (HOST, "there"))
-    for learner in (here, learner_of(Actors(), tmp_path)):
+    for actors, learner in ((on_one_host, here), (on_two, learner_of(on_two, tmp_path))):
         learner.train_supervised([[0], [1]])
-        learner._ranks.calls.ranks[1].lost = True
+        actors.ranks[1].lost = True
         with pytest.raises(RankLost, match="rank 1 of the learner was lost: it was killed"):
             learner.count_updates()
         learner.close()
 
 
 def test_processes_of_lost_ranks_are_killed_also_if_they_are_paused(tmp_path):
-    learner = learner_of(Actors(), tmp_path)
+    actors = Actors()
+    learner = learner_of(actors, tmp_path)
     before = list(learner.processes)
-    learner._ranks.calls.ranks[1].lost = True
+    actors.ranks[1].lost = True
     assert learner.train_supervised([[0], [1]]) == {"steps": 1}
-    assert learner._world.killed == before
+    assert actors.killed == before
     assert not set(before) & set(learner.processes)
 
 
@@ -302,11 +307,15 @@ def test_a_file_that_one_rank_cannot_write_ends_no_rank(tmp_path):
 
 
 def test_a_checkpoint_that_is_given_up_before_it_is_written_does_not_keep_all_steps_since(tmp_path):
-    learner = learner_of(Actors(), tmp_path)
+    actors, told = Actors(), Reports()
+    learner = learner_of(actors, tmp_path, told)
     learner.stage_checkpoint()
     for step in range(4):
         learner.train_supervised([[step], [step]])
-    assert learner._recovery_log.repeated_steps == 1  # of which the copy is being handed over
+    actors.ranks[1].lost = True
+    assert learner.count_updates() == 4
+    (restarted,) = (facts for event, facts in told if event == "ranks_restarted")
+    assert restarted["steps_again"] == 1, "of which the copy was being handed over"
 
 
 # -- which failure is the loss of a rank -------------------------------------------------------------------------------

@@ -99,10 +99,10 @@ def test_a_rank_that_holds_another_version_or_another_tensor_is_named(ranked):
         each.snapshot_weights(version)
     with pytest.raises(WeightError, match=r"the ranks hold versions \[2, 3\]"):
         ranked.write_version()
-    ranked.locals[0]._snapshot = None
+    ranked.locals[0].discard_snapshot()
     with pytest.raises(LearnerError, match="no snapshot"):
         ranked.write_version()
-    ranked.locals[1]._snapshot = None
+    ranked.locals[1].discard_snapshot()
     ranked.locals[0].backend.weights["new"] = torch.zeros(3)
     with pytest.raises(WeightError, match="'new' is not what it was"):
         ranked.locals[0].snapshot_weights(4)

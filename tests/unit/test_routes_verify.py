@@ -25,6 +25,7 @@ from r3async.record.routes import (
     load_route_record,
     scan_route_file,
 )
+from r3async.world.disk import SystemFiles
 from tests.helpers.routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
 
@@ -286,9 +287,9 @@ def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> N
 
 def test_threads_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RouteFile(tmp_path, "learner")
-    opened = file._open_file
+    open_file = SystemFiles.open
     # So that all of them want to open it.
-    monkeypatch.setattr(file, "_open_file", lambda: (time.sleep(0.05), opened())[1])
+    monkeypatch.setattr(SystemFiles, "open", lambda *args, **how: (time.sleep(0.05), open_file(*args, **how))[1])
     trained, _ = episode()
     threads = [threading.Thread(target=lambda: [file.append(trained) for _ in range(50)]) for _ in range(4)]
     for thread in threads:

@@ -81,9 +81,13 @@ def make_move(run, move):
 
 
 def state_of(run):
-    player, taken = run.players["p0"], run.buffer._consumed
+    player, taken = run.players["p0"], run.buffer.consumed
     playing = tuple(sorted((g, v) for (g, _), v in player.playing.items()))
-    here = tuple(sorted((g, int(e[0][0].samples[0].table["policy_version"][1])) for g, e in run.buffer._groups.items()))
+    here = tuple(
+        (group, int(trajectory.samples[0].table["policy_version"][1]))
+        for group in run.buffer.list_task_seeds()
+        for trajectory in run.buffer.episodes_of([group])[0]
+    )
     held = tuple(sorted(player.held.items()))
     return (playing, held, here, taken.head, tuple(sorted(taken.beyond_head)), run.steps, player.version, run.oldest)
 

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -437,7 +438,7 @@ def test_trackio_has_one_run_for_all_starts(tmp_path, monkeypatch) -> None:
     assert [table["_value"][0]["prompt"] for table in tables] == ["first | prompt\nwith a line"] * 2
 
 
-def test_the_driver_hands_on_what_is_new_in_the_files_of_the_run(tmp_path) -> None:
+def test_the_driver_hands_on_what_is_new_in_the_files_of_the_run(tmp_path, monkeypatch) -> None:
     evaluations, episodes = tmp_path / "evaluation.jsonl", tmp_path / "episodes.jsonl"
 
     def append(path: Path, *objects: dict) -> None:
@@ -447,8 +448,9 @@ def test_the_driver_hands_on_what_is_new_in_the_files_of_the_run(tmp_path) -> No
     append(evaluations, {**LATE, "step": 1})  # an earlier start handed them on
     append(episodes, EPISODE)
     written: list = []
+    sinks = SimpleNamespace(write=written.append, close=lambda: None)
+    monkeypatch.setattr("r3async.record.sinks.open_sinks", lambda *args: sinks)
     with MetricsForwarder(load_config("quickstart"), tmp_path, print) as outlets:
-        outlets._sinks.write = written.append  # type: ignore[method-assign]
         outlets.show_status({"rows": ROWS[:1]})
         append(evaluations, LATE)
         append(episodes, *[{**EPISODE, "step": step} for step in range(4, 25)], {"foreign": 1})

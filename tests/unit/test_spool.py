@@ -191,14 +191,14 @@ async def test_damage_is_reported_and_costs_only_what_it_hit(tmp_path):
 
 async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkeypatch):
     spool, full = Spool(tmp_path, DISK, retry_seconds=0.01), [True]
-    write = spool._append_record
+    append_record = RecordFormat.append_record
 
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **options: Any) -> Any:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
+        return append_record(*args, **options)
 
-    monkeypatch.setattr(spool, "_append_record", refuse)
+    monkeypatch.setattr(RecordFormat, "append_record", refuse)
     assert spool.wait_state is None
     putting = asyncio.create_task(put_all(spool, [sampled(1)]))
     while spool.wait_state is None:
@@ -363,8 +363,9 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_agai
     """Thirty trajectories that nobody releases pass through memory for ten, and are all there."""
     sent = [sampled(i, 4000, group=50 + i) for i in range(30)]
     mapped = Spool(tmp_path, ON_DISK_ONLY)
-    for table in (t.samples[0].table for t in sent):
-        table._columns["routed_experts"] = np.repeat(table["routed_experts"], 24, axis=1)
+    for sample in (t.samples[0] for t in sent):
+        routes = np.repeat(sample.table["routed_experts"], 24, axis=1)
+        sample.table = sample.table.with_columns(routed_experts=routes)
     size = memory_size(sent[0])
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=10 * size)
     inbox = Inbox(hold=True)

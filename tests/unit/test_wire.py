@@ -505,5 +505,6 @@ def test_more_than_the_header_describes_is_refused_though_the_checksum_is_right(
 def test_a_column_that_comes_twice_is_refused_beside_others():
     layouts = [wire_tables.ColumnLayout("token_ids", "int32"), wire_tables.ColumnLayout("turn", "int16")]
     for several in ([*layouts, layouts[1]], [layouts[0], *layouts]):
+        header = wire_tables.TableHeader(5, msgspec.msgpack.encode(several), 0)
         with pytest.raises(WireError, match="a column comes twice"):
-            wire_tables._plan_layouts(msgspec.msgpack.encode(several), SCHEMA)
+            list(wire_tables.describe_table(msgspec.to_builtins(header, builtin_types=(bytes,)), SCHEMA))

@@ -1,12 +1,15 @@
 """The bytes that limits of time follow from are those that a run writes."""
 
+import threading
+
 import pytest
 from safetensors.torch import load_file
 
-from r3async.checkpoint import CheckpointWriter
+from r3async.checkpoint import CheckpointError, CheckpointWriter
 from r3async.config import load_config
 from r3async.data.write_sizes import UNKNOWN_SIZES, read_write_sizes
 from r3async.world.real import REAL_WORLD
+from tests.helpers.checkpoint import hold_nothing, training_state
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
@@ -26,8 +29,16 @@ def test_a_model_that_does_not_tell_its_sizes_has_the_limits_of_any(tmp_path):
     assert config.supervise.limits.checkpoint_write(0) == 1800
 
 
-def test_who_writes_checkpoints_has_the_time_that_follows(tiny_model, tmp_path):
-    config = load_config("quickstart", [])
-    found = read_write_sizes(config, tiny_model)
-    writer = CheckpointWriter(config, "run", tiny_model, tmp_path, None, world=REAL_WORLD)
-    assert writer._write_timeout == 1800 + found.checkpoint_bytes / 2e8
+async def test_who_writes_checkpoints_has_the_time_that_follows(tiny_model, tmp_path, monkeypatch):
+    def read_large_sizes(config, path, **options):
+        assert path == tiny_model
+        return read_write_sizes(config, path, **options)._replace(checkpoint_bytes=1800 * 2 * 10**8)
+
+    monkeypatch.setattr("r3async.checkpoint.writer.read_write_sizes", read_large_sizes)
+    config = load_config("quickstart", [f"supervise.patience={0.1 / 1800}"])
+    writer, never = CheckpointWriter(config, "run", tiny_model, tmp_path, None, world=REAL_WORLD), threading.Event()
+    await writer.save_checkpoint(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
+    with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(supervise\.patience\)"):
+        await writer.wait_until_written()
+    never.set()
+    await writer.wait_until_written()

@@ -12,6 +12,7 @@ from r3async.config import EpisodeConfig
 from r3async.envs import Message
 from r3async.record.route_verification import find_engine_routes
 from r3async.record.routes import EngineCall, TrainedRoutes, parse_episode_id
+from r3async.rollout.conversation import Conversation
 from r3async.rollout.endpoint.protocol import AgentRequest, ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.play_context import PlayContext
@@ -148,7 +149,7 @@ async def _play(requests, rows, chat, kind=AgentSession):
     return trajectory
 
 
-async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
+async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new(monkeypatch):
     chat = RENDERERS["plain"]
     engine = await ready([[*chat.encode("ab"), chat.eos_token_id]])
     limits = EpisodeConfig(max_turns=99, max_prompt_tokens=9000, max_total_tokens=10000)
@@ -160,7 +161,12 @@ async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
             _, message = await handed_out(session.answer_chat(session.parse_messages(history)))
             history.append(message)
     assert encoded == [len("<|user|>and 000?<|assistant|>")] * 60
-    assert len(finished(session).samples) == 1
+    # A new one is compared with those that are kept, which is one.
+    known = []
+    monkeypatch.setattr(Conversation, "adopt_closest", lambda self, others: known.append(len(others)))
+    await handed_out(session.answer_chat(session.parse_messages([{"role": "user", "content": "anew"}])))
+    assert known == [1]
+    assert len(finished(session).samples) == 2
 
 
 @pytest.mark.parametrize("template", list(RENDERERS))

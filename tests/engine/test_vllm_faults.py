@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -116,5 +117,5 @@ async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_
         with pytest.raises(EngineLostError, match="lost half-way"):
             await asyncio.wait_for(call, 120)
     await faulty.stop()
-    assert faulty._processes
-    assert not any(process.is_running() for process in faulty._processes)
+    assert faulty.process_ids
+    assert not any(psutil.pid_exists(pid) for pid in faulty.process_ids)

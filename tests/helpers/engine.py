@@ -129,9 +129,9 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-        self._chosen: list[torch.Tensor] = []
+        self.chosen: list[torch.Tensor] = []
         for gate in gates_of(self.model):
-            gate.register_forward_hook(lambda module, args, output: self._chosen.append(output[-1]))
+            gate.register_forward_hook(lambda module, args, output: self.chosen.append(output[-1]))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights under the names of a checkpoint (one tensor per expert)."""
@@ -149,9 +149,9 @@ class Reference:
     @torch.no_grad()
     def routes(self, ids: np.ndarray) -> np.ndarray:
         """Return the routes, `[T, MoE layers, top_k]`, with the ids of each row sorted."""
-        self._chosen.clear()
+        self.chosen.clear()
         self.model(torch.as_tensor(ids, dtype=torch.long)[None])
-        return np.sort(torch.stack([c.reshape(len(ids), -1) for c in self._chosen], 1).numpy(), -1)
+        return np.sort(torch.stack([c.reshape(len(ids), -1) for c in self.chosen], 1).numpy(), -1)
 
 
 class Weights:
@@ -207,9 +207,9 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
         assert start <= known, "a position was left out"
         if start < known:
             cache.crop(start - known)  # a negative number takes away so many
-        reference._chosen.clear()
+        reference.chosen.clear()
         logits = reference.model(tokens[None, start:stop], past_key_values=cache, use_cache=True).logits[0].float()
-        rows = torch.stack([c.reshape(stop - start, -1) for c in reference._chosen], 1)
+        rows = torch.stack([c.reshape(stop - start, -1) for c in reference.chosen], 1)
         if stop > known:
             new = slice(known - start, None)
             logprobs.append(torch.log_softmax(logits[new], -1).gather(-1, tokens[known + 1 : stop + 1, None])[:, 0])

@@ -157,7 +157,8 @@ def failed_then_trained(learner, micro_batches):
         train_minibatch(learner, of_rank(micro_batches, dp_rank, dp))
     handle.remove()
     assert learner.replay.current_routes is None
-    assert learner.replay._open_routes == []
+    with learner.replay.bind_pipelined():  # refused while anything is bound
+        pass
     assert learner.replay.counts.expert_load.sum() == 0
     assert all(p.grad is None for p in learner.model.parameters())
     assert learner.update_count == 0

@@ -68,7 +68,8 @@ def learner(trained):
 
 def assert_nothing_is_bound(learner) -> None:
     assert learner.replay.current_routes is None
-    assert learner.replay._open_routes == []
+    with learner.replay.bind_pipelined():  # refused while anything is bound
+        pass
 
 
 def own_routes(learner, samples: list[Sample]) -> np.ndarray:

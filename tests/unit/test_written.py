@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from r3async.checkpoint import CheckpointError, CheckpointWriter
 from r3async.config import load_config
 from r3async.data.write_sizes import UNKNOWN_SIZES, read_write_sizes
+from r3async.record.events import open_event_log
 from r3async.world.real import REAL_WORLD
 from tests.helpers.checkpoint import hold_nothing, training_state
 
@@ -36,7 +37,8 @@ async def test_who_writes_checkpoints_has_the_time_that_follows(tiny_model, tmp_
 
     monkeypatch.setattr("r3async.checkpoint.writer.read_write_sizes", read_large_sizes)
     config = load_config("quickstart", [f"supervise.patience={0.1 / 1800}"])
-    writer, never = CheckpointWriter(config, "run", tiny_model, tmp_path, None, world=REAL_WORLD), threading.Event()
+    events, never = open_event_log(tmp_path, "learner"), threading.Event()
+    writer = CheckpointWriter(config, "run", tiny_model, tmp_path, events, world=REAL_WORLD)
     await writer.save_checkpoint(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
     with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(supervise\.patience\)"):
         await writer.wait_until_written()

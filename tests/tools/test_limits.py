@@ -121,7 +121,7 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
 
 
 async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
-    monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", 0.05)
+    monkeypatch.setattr("r3async.actors.version_delivery.RPC_SECONDS", 0.5)
     config = load_config("quickstart", [f"supervise.patience={0.05 / 120}"])
     silent = Generator()
     silent.may_install.clear()
@@ -130,4 +130,4 @@ async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_n
     installer = VersionDelivery(fleet, StandIn(), LearnerAddress("", ""), None, published(0), outside())
     await asyncio.wait_for(installer.install_first_version(), 60)
     (lost,) = fleet.events.facts("generator_lost")
-    assert re.match(r"no answer to `install_version` within .* \(supervise\.patience\)", lost["error"])
+    assert re.match(r"generator-0: no answer to `install_version` within .* \(supervise\.patience\)", lost["error"])

@@ -201,9 +201,8 @@ async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkey
     monkeypatch.setattr(RecordFormat, "append_record", refuse)
     assert spool.wait_state is None
     putting = asyncio.create_task(put_all(spool, [sampled(1)]))
-    while spool.wait_state is None:
-        assert not putting.done()
-        await asyncio.sleep(0.01)
+    await until(lambda: spool.wait_state is not None or putting.done())
+    assert not putting.done()
     assert "No space left on device" in spool.wait_state["why"]
     assert not spool.wait_state["full"]
     full.clear()

@@ -138,8 +138,6 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
         return prepare_minibatches(some, config)
 
     monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
-    monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
-    monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
     monkeypatch.setattr(prepare, "prepare_minibatches", refuse_first_group)
     prepared = prepare_step(groups)
     reasons = {u.trajectory.trajectory_id: u.reason for u in prepared.rejected}
@@ -152,8 +150,6 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
     def broken(some: Any, config: Config) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(trainer, "prepare_minibatches", broken)
-    monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(prepare, "prepare_minibatches", broken)
     with pytest.raises(RuntimeError, match="a defect"):

@@ -216,7 +216,7 @@ async def test_a_comparison_finds_what_was_changed_in_adapters_and_in_weights(en
     await sampled(engine, "compared", 20)
     assert await engine.find_weight_differences(manifest, 60) == []
     assert not running.done()
-    assert policies.check(prompt(9), await asyncio.wait_for(running, 60)) == manifest.version
+    assert policies.check(prompt(9), await asyncio.wait_for(running, 120)) == manifest.version
     slots = engine.core.collective_rpc
     for module, tensor in (
         ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.q_proj"),

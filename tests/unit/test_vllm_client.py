@@ -277,7 +277,7 @@ def test_temporary_files_of_an_engines_processes_are_in_its_own_directory(capfd,
 
     async def start():
         core, child, directory = begin_core("say where")
-        child.join(30)
+        child.join(120)
         core.close()
         return directory
 

@@ -89,6 +89,7 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
     return check_run(config, rehearsal, run_dir, done, machine.seconds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, backend, seed):
@@ -102,6 +103,7 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp
     assert report.damaged
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "kills", "problem"),
     [
@@ -123,6 +125,7 @@ def test_the_accounting_shows_what_a_learner_does_wrong(machine, tmp_path, fault
     assert any(problem in found for found in report.problems), report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(
     machine, tmp_path, seed

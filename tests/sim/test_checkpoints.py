@@ -180,6 +180,7 @@ def test_power_may_fail_at_each_operation_of_a_start():
         run(at, [("power lost", at, 1, False, False)])  # in a start that finds nothing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("operation", "name"),
     [

@@ -40,6 +40,7 @@ def tasks_of(rows: list[dict]) -> list[int]:
     return [int(row["env/task/mean"]) for row in rows]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [False, True])
 def test_settled_tasks_are_posed_rarely_also_by_a_run_that_resumes(machine: Machine, killed) -> None:
     async def kill(machine: Machine) -> None:

@@ -35,6 +35,7 @@ DYNAMIC = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_step_takes_groups_until_it_has_enough_with_contrast_or_the_budget_is_spent(machine: Machine, window) -> None:
     more = [f"schedule.replaced_groups={BUDGET}", f"schedule.window={window}"]

@@ -116,6 +116,7 @@ def versions_of_evaluations(machine):
     return [(row["evaluation/version_min"], row["evaluation/version_max"]) for row in rows]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generators", [1, 2])
 def test_an_evaluation_of_one_version_sees_no_other(machine, generators):
     settings = ["steps=9", *EVALUATED, f"generator.count={generators}", "evaluation.at_start=true"]

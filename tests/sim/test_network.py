@@ -264,6 +264,7 @@ def story(seed: int) -> Simulation:
     return sim
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_happens_nothing_comes_twice_or_out_of_order_and_it_is_the_same_again(seed):
     sim, again = story(seed), story(seed)

@@ -28,6 +28,7 @@ def rows_for(name: str, directory: Path) -> list[str]:
     return [f"data={directory / 'rows.jsonl'}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, name, tmp_path):
     small = rows_for(name, tmp_path)

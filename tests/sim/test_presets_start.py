@@ -55,6 +55,7 @@ def start(machine, name, *overrides):
         machine.train(*overrides, preset=name, settings=[*SHORT, *IN_MEMORY], pipeline=PlacedLauncher)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_starts_on_the_hosts_that_its_plan_names(name, cluster, tmp_path):
     rows = rows_for(name, tmp_path)
@@ -89,6 +90,7 @@ def test_on_less_it_is_refused_by_name_before_anything_is_reserved(name, cluster
     assert machine.simulation.reservations == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
 @pytest.mark.parametrize(
     ("setting", "reason"),

@@ -77,6 +77,7 @@ class Rows(Game):
         return [Message("user", str(task_seed))]
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_bad_row_costs_its_group_and_is_not_posed_again_also_after_a_resume(machine, seed):
     settings = [

@@ -20,6 +20,7 @@ SEEDS = pytest.mark.parametrize("seed", range(2))
 PATIENT = ["supervise.max_run_restarts=3", "checkpoint.every_steps=2"]
 
 
+@pytest.mark.long
 @SEEDS
 @pytest.mark.parametrize("order", [("learner", "conductor"), ("conductor", "learner")], ids="-".join)
 def test_a_run_whose_learner_and_conductor_are_killed_trains_everything_once(machine, order, seed):
@@ -79,6 +80,7 @@ def cut_off(machine, path):
         file.truncate(file.size() // 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", ["driver", "power"])
 @SEEDS
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(machine, straight, killed, seed):

@@ -28,6 +28,7 @@ async def scaled(machine, generators, asked):
 SETTINGS = ["steps=16", "generator.count=1", "generator.concurrency=4"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "seed"), [("shared_memory", 0), ("tcp", 1)])
 def test_a_fleet_grows_and_shrinks_and_everything_is_trained_once(machine, tmp_path, monkeypatch, backend, seed):
     leased: Counter[str] = Counter()
@@ -77,6 +78,7 @@ def test_one_that_does_not_finish_in_time_returns_what_it_was_leased(machine, tm
     assert not machine.events("generator_lost")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["conductor", "learner"])
 def test_a_run_that_restarts_has_as_many_as_were_asked_for(machine, tmp_path, who):
     async def resize(machine):

@@ -39,6 +39,7 @@ def model():
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_a_run_that_failed_once_keeps_every_invariant(path: Path):
     result, _ = run_case(read_case(path))

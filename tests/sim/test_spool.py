@@ -128,6 +128,7 @@ class Machine:
             self.unsure[name] = self.held.pop(name)
 
 
+@pytest.mark.long
 @example(steps=[("put", 0), ("kill later", 3), ("put", 0), ("power", 0)], seed=0, fsync=True)
 @example(steps=[("kill later", 3), ("put", 0), ("put", 0), ("power", 0)], seed=1, fsync=True)
 @settings(max_examples=100)

@@ -24,6 +24,7 @@ QUICK = {
 WITHIN = 30
 
 
+@pytest.mark.long
 def test_the_first_seeds_keep_every_invariant():
     with search_seeds(range(SEEDS), jobs=1) as results:
         for result in results:
@@ -54,6 +55,7 @@ def assert_found(mutant, seeds):
     assert not run_seed(found.seed).violated
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", QUICK)
 def test_a_defect_that_is_planted_is_found(mutant):
     first = QUICK[mutant]

@@ -58,6 +58,7 @@ def test_without_faults_everything_arrives_once_and_only_what_was_turned_away_is
     assert done.delivered == GROUPS * SAMPLES + done.messages["Reject"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_through_faults_every_trajectory_arrives_once_and_memory_is_conserved(seed):
     done = Delivery(seed).run()

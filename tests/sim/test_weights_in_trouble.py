@@ -65,6 +65,7 @@ def train(machine, tmp_path, meddle, *overrides):
     assert len(machine.events("conductor_started")) == 1, "the run did not restart"
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_take_is_restarted(
     cluster, tmp_path, seed
@@ -85,6 +86,7 @@ def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_t
     assert {event["generator"] for event in cluster.events("generator_lost")} == set(names)
 
 
+@pytest.mark.long
 @SEEDS
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
 def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(
@@ -115,6 +117,7 @@ def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(
     assert [e for e in machine.events("weights_stalled") if "directory" in e]
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_host_whose_disk_takes_no_weights_loses_its_generator_which_waits_for_it(cluster, tmp_path, seed):
     names = []
@@ -135,6 +138,7 @@ def test_a_host_whose_disk_takes_no_weights_loses_its_generator_which_waits_for_
     assert [event["generator"] for event in cluster.events("generator_lost")] == [name], "once, however long it takes"
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_host_that_is_full_when_its_generator_connects_first_holds_up_no_other(cluster, tmp_path, seed):
     names = []

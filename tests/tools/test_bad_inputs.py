@@ -226,6 +226,7 @@ def _no_gpu_and_no_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("line", "part"), SETTINGS, ids=[line for line, _ in SETTINGS])
 def test_settings_that_cannot_be(line, part, folder):
     words = ["--", "quickstart", line] if line.startswith("-") else ["quickstart", *line.split(), "--dry-run"]

@@ -160,6 +160,7 @@ def test_a_command_line_of_development_that_cannot_be(line, part, folder):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", SAMPLE)
 def test_a_real_process_says_the_same(line, folder):
     """The same words as in this process, and nothing from an interpreter that ends."""

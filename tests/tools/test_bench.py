@@ -324,6 +324,7 @@ def test_what_can_not_be_measured_is_refused(tmp_path):
     assert read_model_shape(str(tmp_path)) == {"hidden_size": 4}
 
 
+@pytest.mark.long
 def test_a_small_packing(tmp_path):
     report = measure("packing", "--quick", "--seeds", "3,4", cwd=tmp_path)
     assert [row.case for row in report.rows] == [*LENGTH_CAPS, "all", "planning 256 samples", "planning 1,024 samples"]

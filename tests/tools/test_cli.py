@@ -80,6 +80,7 @@ def test_a_closed_terminal_asks_once_however_often_it_is_told_and_nohup_is_let_b
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.long
 def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(tmp_path):
     (tmp_path / "my_losses.py").write_text("def reinforce(inputs): ...\n")
     (tmp_path / "tools").mkdir()

@@ -226,6 +226,7 @@ def test_whatever_is_damaged_every_view_shows_the_rest(tmp_path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*LINES, "quarantine.jsonl"])
 def test_a_line_that_is_passed_over_is_told(tmp_path: Path, name: str) -> None:
     run = write_whole_run(tmp_path)

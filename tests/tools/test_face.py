@@ -157,6 +157,7 @@ def test_the_wheel_has_actors_tools_and_presets_and_not_what_tests_the_project(w
     assert not [name for name in names if "dev" in name.split("/")]
 
 
+@pytest.mark.long
 def test_the_installed_package_runs_by_itself_beside_a_users_packages_of_our_folders_names(installed, tmp_path):
     for name in ("tools", "actors", "configs", "dev"):
         (tmp_path / name).mkdir()

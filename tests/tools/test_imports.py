@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module",
     [

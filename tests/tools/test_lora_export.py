@@ -31,6 +31,7 @@ def run_of(path, config, directory):
     return directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "dense", "targets"),
     [

@@ -46,6 +46,7 @@ def peak(call) -> int:
     return most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in SHAPES), ("mostly optimizer", "bfloat16")])
 def test_a_step_takes_the_memory_of_the_plan(tmp_path, name, dtype):
     path = hm.make_hf_model(tmp_path / "model", max_position_embeddings=1024, **SHAPES[name])

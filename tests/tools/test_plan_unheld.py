@@ -48,6 +48,7 @@ NAMES = [path.stem for path in list_preset_paths()]
 LARGE = [name for name in NAMES if any(size in name for size in ("235b", "30b", "35b"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in LARGE else n for n in NAMES])
 def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     config = described(load_config(name), tmp_path / "model")
@@ -154,6 +155,7 @@ PARTS = {
 """What the tensors of a checkpoint belong to: the first that is in their name."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", architectures.VARIANTS)
 @pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 3}, {"cp": 2, "pp": 3, "tp": 2}])
 def test_each_part_of_any_model_is_on_a_rank_as_planned(tmp_path, variant, layout):

@@ -298,6 +298,7 @@ QUICK = (
 """One damage of each kind, for the quick part of the suite."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in DAMAGES])
 def test_whoever_reads_a_damaged_run_shows_the_rest(whole: Path, tmp_path: Path, name: str) -> None:
     root = tmp_path / "root"

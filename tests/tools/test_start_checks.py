@@ -133,6 +133,7 @@ def test_every_check_has_a_configuration_that_it_refuses():
     assert set(REFUSED) | {"evaluated model"} == {check.name for check in START_CHECKS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_dry_run_and_the_start_refuse_the_same_in_the_same_words(name, folder):
     words = REFUSED[name].split()

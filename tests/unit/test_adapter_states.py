@@ -47,6 +47,7 @@ def factors(learner, name):
     return {key: tensor.clone() for key, tensor in learner.export_adapters().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_clients_in_turns_are_trained_as_alone(build, backend):
     """Bit by bit, with the gradients of one waiting while the other is trained."""

@@ -320,6 +320,7 @@ class Backwards(PreTrainedTokenizerFast):
         return super()._decode(token_ids, **options)[::-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES.values(), None])
 @given(text=st.text(max_size=30))
 def test_text_has_the_tokens_that_the_tokenizer_gives_it_and_back(family, text):

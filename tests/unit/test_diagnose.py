@@ -59,6 +59,7 @@ def test_another_dtype_than_the_settings_say_is_reported(learners, reference, mo
     assert (only.stage, only.evidence) == ("dtype", "it computes in bfloat16; its settings say float32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "dtype"), [("torch", "bfloat16"), ("megatron", "float32")])
 @pytest.mark.parametrize("variant", ha.VARIANTS)
 def test_a_sound_learner_is_left_alone(learners, tmp_path, variant, backend, dtype):

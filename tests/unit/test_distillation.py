@@ -89,6 +89,7 @@ def test_the_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary(tmp_pa
     np.testing.assert_allclose(own, logprobs.detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_a_learner_moves_toward_a_teacher_of_another_size_without_any_reward(tmp_path, backend):
     student, path = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1, num_hidden_layers=4)

@@ -48,6 +48,7 @@ def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_engines_and_what_they_start_import_it(prefix):
     assert engine_packages.has_torchvision()
     engine_packages.expose_engine_packages()
@@ -56,6 +57,7 @@ def test_engines_and_what_they_start_import_it(prefix):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_other_processes_do_not(prefix):
     assert "ModuleNotFoundError: No module named 'torchvision'" in run("import torchvision", prefix).stderr
     code = (

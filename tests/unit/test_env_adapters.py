@@ -48,6 +48,7 @@ async def test_reasoning_gym_pays_its_own_answers(task):
     assert (await say(env, "nothing of the kind"))[0].reward < 0.5
 
 
+@pytest.mark.long
 async def test_reasoning_gym_takes_the_tasks_settings_and_a_system_message():
     env = make("reasoning-gym:chain_sum", {"max_terms": 2, "max_digits": 1, "system": "be brief"})()
     system, asked = await env.reset(1)
@@ -188,6 +189,7 @@ async def test_verifiers_scores_a_single_turn_with_its_own_weights():
     ]
 
 
+@pytest.mark.long
 async def test_verifiers_tasks_are_numbered_so_that_each_is_posed_once_an_epoch():
     env = make("verifiers:vf_coached_sums", {"tasks": 9})()
     assert env.size == 9
@@ -344,6 +346,7 @@ async def test_an_environment_is_reset_before_it_is_stepped():
             await make(name)().step(Action(""))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "path", "arguments", "answers"),
     [

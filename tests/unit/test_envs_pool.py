@@ -130,6 +130,7 @@ async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_
     assert where(await factory().reset(3)) == there
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -167,6 +168,7 @@ async def test_an_environment_is_closed_when_it_is_done_and_when_it_is_forgotten
     await until(lambda: mark.read_text().count("closed") == 2)
 
 
+@pytest.mark.long
 async def test_environments_may_be_forgotten_at_any_moment(make):
     """Garbage is collected anywhere, also while a call is handed to a process."""
     factory, before = make(), gc.get_threshold()
@@ -183,6 +185,7 @@ async def test_environments_may_be_forgotten_at_any_moment(make):
     assert len(pool_of(factory).workers[0].active_instances) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("when", "action"),
     [
@@ -244,6 +247,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("doing", ["hang", "wait", "leave", "stopped"])
 def test_no_process_outlives_its_owner(doing):
     """Neither one killed with -9, whose environments wait, hang or are stopped, nor one that ends by itself."""

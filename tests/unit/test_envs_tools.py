@@ -136,6 +136,7 @@ def running_server():
         process.wait(120)
 
 
+@pytest.mark.long
 async def test_a_server_that_runs_is_asked_over_http_with_headers_that_name_secrets(env, running_server):
     web = {"url": running_server, "headers": {"Authorization": "Bearer $TOKEN"}, "tools": ["add", "greeted"]}
     asked = {"servers": {"web": web}, "environment": {"TOKEN": "secret"}}
@@ -210,6 +211,7 @@ async def test_a_command_has_limits(sandbox, monkeypatch):
     assert len(many.output) < 200
 
 
+@pytest.mark.long
 async def test_a_command_that_never_ends_is_killed_with_all_that_it_started(sandbox):
     mark = f"600.{os.getpid()}{id(sandbox)}"
     ran = await sandbox.run(f"echo begun; sleep {mark} & sleep {mark}", seconds=3.0)
@@ -240,6 +242,7 @@ PUT_IN_PLACE = {
 }
 
 
+@pytest.mark.long
 async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, tmp_path):
     (tmp_path / "out").write_text("outside")
     file = sandbox.directory / "t.py"
@@ -252,6 +255,7 @@ async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, t
     assert (tmp_path / "out").read_text() == "outside"
 
 
+@pytest.mark.long
 async def test_a_file_is_written_whatever_a_command_left_in_the_place_of_its_directory(sandbox, tmp_path):
     for command in (f"ln -s {tmp_path} d", "echo a file > d", "mkfifo d", "mkdir d; chmod 0 d", "ln -s d d"):
         await sandbox.run("rm -rf d")
@@ -269,6 +273,7 @@ LOSE_DIRECTORY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", LOSE_DIRECTORY)
 async def test_a_lost_directory_is_told_and_nothing_is_written_elsewhere(sandbox, tmp_path, how):
     """Where commands are confined, the directory cannot be lost, only what is in it."""
@@ -287,6 +292,7 @@ async def test_a_lost_directory_is_told_and_nothing_is_written_elsewhere(sandbox
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 async def test_no_depth_of_directories_stays_or_hides_what_is_in_it(sandbox):
     deep = "import os\nfor _ in range(3000): os.mkdir('deep'); os.chdir('deep')"
     ran = await sandbox.run(f'python3 -c "{deep}"')

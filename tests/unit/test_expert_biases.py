@@ -43,6 +43,7 @@ def assert_biases(learner, expected) -> None:
     assert all(torch.equal(expected[name], tensor) for name, tensor in biases_of(learner).items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_biases_follow_the_tokens_of_replayed_routes(path, build, backend, dtype):
@@ -77,6 +78,7 @@ def test_without_a_rate_or_an_update_they_stay(path, build, backend):
     assert_biases(learner, before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_they_are_balanced_after_many_steps(path, build, backend):
     """With own routes: the busiest expert of a layer gets less than before."""
@@ -85,6 +87,7 @@ def test_they_are_balanced_after_many_steps(path, build, backend):
     assert (loads[-1].max(axis=1) < loads[0].max(axis=1)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_resumes_with_them(path, build, tmp_path, backend):
     first = build(backend)
@@ -101,6 +104,7 @@ def test_a_run_resumes_with_them(path, build, tmp_path, backend):
     assert not any(torch.equal(tensor, start[name]) for name, tensor in biases_of(without_rate).items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_reference_model_has_those_of_the_start(path, build, backend):
     config = settings(backend, rate=0.3, replay="off")

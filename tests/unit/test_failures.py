@@ -121,6 +121,7 @@ def test_it_stops_exactly_when_the_share_of_recent_tasks_is_over_the_limit(ends,
             assert failures.exceeds_limit(who) == (share > allowed + 1e-9), (share, allowed)
 
 
+@pytest.mark.long
 @given(st.integers(1, 30), st.dictionaries(st.integers(0, 29), st.integers(0, 100), max_size=12), st.integers(0, 9))
 def test_no_group_poses_a_quarantined_task_and_what_was_leased_before_stays(size, quarantined, seed):
     quarantined = {task: group for task, group in quarantined.items() if task < size}

@@ -42,6 +42,7 @@ def train_quickstart(runs: Path, *words: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 def test_a_run_on_a_full_disk_is_refused_at_once_with_path_free_bytes_and_what_is_needed(small_disk):
     fill(small_disk)
     runs = small_disk / "runs"

@@ -74,6 +74,7 @@ def test_the_rule_is_the_recurrence_of_each_sample(lengths, seed):
     assert_is_the_recurrence(draw_inputs(lengths, seed), lengths, 2e-6, 1e-12)
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(
     lengths=some_lengths,

@@ -49,6 +49,7 @@ def reference_logits(path, sample: Sample) -> torch.Tensor:
         return model(torch.from_numpy(table["token_ids"].astype(np.int64))[None]).logits[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "olmoe"])
 @torch.no_grad()
 def test_outputs_are_those_of_the_recorded_gates_on_the_torch_backend(tmp_path, family):
@@ -107,6 +108,7 @@ def test_the_order_of_a_record_and_gates_of_rows_without_one_change_no_bit(tmp_p
         assert all(torch.equal(tensor, other[name]) for name, tensor in made[0].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_the_loss_trains_no_router_and_its_balance_does(tmp_path, backend, recompute):

@@ -77,6 +77,7 @@ def prompt_of(talk):
         return str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=12)
 @given(first=begins, played=st.one_of(steady, st.lists(events, max_size=12)), tools=st.booleans())
@@ -129,6 +130,7 @@ def results(turn):
 THOUGHT = "<think>\nhm\n</think>\n\nadd"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("template", "answer", "then"),
     [

@@ -57,6 +57,7 @@ async def play(environment, *actions, seed=0):
         await environment.close()
 
 
+@pytest.mark.long
 @confined
 async def test_the_recipes_tasks_pay_for_their_solutions_and_for_nothing_else():
     factory = make(EXAMPLE)

@@ -65,6 +65,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_no_micro_batch_waits_for_the_device(learners, tmp_path, backend, recompute):

@@ -82,6 +82,7 @@ def compare_with_kernels(cases):
     print("compared", len(cases))
 
 
+@pytest.mark.long
 def test_they_give_what_torch_gives():
     done = subprocess.run(
         [sys.executable, "-c", COMPARISON, *CASES],

@@ -34,6 +34,7 @@ def build(learners, model_path):
     return lambda config: learners(config, model_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "mlp.gate", "experts"), ("layers.2",)])
 def test_the_gradient_is_that_of_full_training_on_the_adapters_subspace(model_path, tmp_path, backend, targets):
@@ -76,6 +77,7 @@ def path_of(tmp_path_factory):
     return functools.cache(lambda variant: ha.make_model(tmp_path_factory.mktemp("variant") / "m", variant))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "backend"), [*((v, b) for v in ha.VARIANTS for b in BACKENDS), *((v, "torch") for v in ha.TORCH_ONLY)]
 )
@@ -132,6 +134,7 @@ def test_routers_stay_frozen(build, backend):
         build(hl.with_lora(config, "mlp.gate", freeze_router=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_after_a_restart_are_those_without_it(build, model_path, tmp_path, backend, dtype):

@@ -36,6 +36,7 @@ def with_supports(samples: Sequence[Sample], vocab_size: int, seed: int = 0) -> 
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_loss_and_all_gradients_equal_transformers_with_masked_logits(tmp_path, recompute):
     path = ht.make_model(tmp_path / "m", "qwen3")

@@ -50,6 +50,7 @@ def test_every_architecture_has_a_model_here():
     assert {name.partition("/")[0] for name in ha.VARIANTS} == set(ARCHITECTURES)
 
 
+@pytest.mark.long
 def test_logits_and_all_gradients_equal_transformers(learner, path):
     assert_equal_transformers(learner, hm.load_hf(path), samples_for(learner), logits=logits, gradients=gradients)
     learner.optimizer.zero_grad()

@@ -24,6 +24,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_key_that_is_missing_is_filled_in_as_transformers_does_or_refused_by_name(name):
     whole = filled(CONFIGS[name])

@@ -102,6 +102,7 @@ DRAWN = {
 """Settings of losses and masks in which a token depends on others."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drawn", DRAWN)
 @settings(max_examples=40)
 @given(data=st.data())
@@ -115,6 +116,7 @@ def test_value_and_gradient_with_any_settings(drawn, data):
     assert distance(got.logprob_grads, want["gradients"]) < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 @settings(max_examples=8)
 @given(data=st.data())
@@ -147,6 +149,7 @@ def test_gradients_do_not_depend_on_packing_order_or_ranks(loss, data):
     assert sums.to_metrics() == pytest.approx(whole.sums.to_metrics(), rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_gradients_in_float32_are_those_in_float64(loss, reduction):

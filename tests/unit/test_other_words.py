@@ -25,6 +25,7 @@ def test_every_setting_that_is_named_exists():
             operator.attrgetter(setting)(Config())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("word", sorted(EQUIVALENT_SETTINGS))
 def test_every_word_is_answered_wherever_it_stands(word):
     name, _, value = word.partition("=")

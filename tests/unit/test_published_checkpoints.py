@@ -49,6 +49,7 @@ def score(model, length=20):
         return torch.log_softmax(model(torch.arange(length)[None]).logits[0].float(), -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("files", ["one", "index", "no index"])
 def test_a_model_with_vision_comes_out_in_the_form_in_which_it_went_in(tmp_path, is_fused, files):

@@ -171,6 +171,7 @@ def test_plain_messages_are_rendered_as_by_the_tokenizer(name):
         assert chat.encode(text) == chat.tokenizer.encode(asked_of, add_special_tokens=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("name", published_names())
 def test_a_call_in_a_history_is_in_the_template_s_text_or_refused(name, arguments):
@@ -216,6 +217,7 @@ def learnt(chat, ids, mask):
     return chat.decode([i for i, m in zip(ids, mask, strict=True) if m])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", published_names())
 def test_a_row_is_the_beginning_of_the_template_s_own_text_or_refused(name, conversation):

@@ -81,6 +81,7 @@ def recorded_run(tmp_path_factory, model):
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_the_same_steps_are_made_bit_by_bit(request, tmp_path, model, backend):
     run = tmp_path
@@ -282,6 +283,7 @@ CHANGED_STEP = 2
 """The first before which the code made a step as it was."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monkeypatch, name):
     target, change, stage = PLANTED[name]

@@ -325,6 +325,7 @@ def longest(groups: Groups) -> int:
     return max(sum(t.before + t.tokens for t in episode) for group in groups for episode in group)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [*BUILTIN_POLICY_LOSSES, OWN])
 @settings(max_examples=6)
 @given(data=st.data(), groups=episodes)
@@ -339,6 +340,7 @@ def test_merged_and_stepwise_rows_have_one_gradient(loss, data, groups):
     check(groups, leaves, configured(correction, minibatches, policy_loss=loss, **drawn), ranks, cap)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [*BUILTIN_POLICY_LOSSES, OWN])
 def test_each_loss_with_each_reduction_and_each_correction_has_one_gradient(loss):
     """Each two of the three together, with two minibatches, of episodes whose rows are in several micro-batches on two ranks."""
@@ -375,6 +377,7 @@ BANDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize(
     "changes",

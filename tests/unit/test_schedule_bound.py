@@ -41,6 +41,7 @@ def test_for_every_setting_there_is_an_order_that_reaches_the_bound():
         assert worst(shape) == shape.bound, shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("staleness", "per_step", "per_version", "window"),
     [(0, 2, 1, 3), (1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 3), (1, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2)],

@@ -45,6 +45,7 @@ def model(tmp_path_factory):
     return ht.make_model(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=VOCABULARY, max_position_embeddings=512)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("credit", ["trajectory", "turn", "token"])
 def test_merged_and_stepwise_rows_give_loss_and_gradient_of_the_row_built_by_hand(model, credit):
     config = ht.settings(algorithm__credit=credit, episode__max_new_tokens=16)

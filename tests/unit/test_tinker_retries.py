@@ -43,6 +43,7 @@ def datum(length=6):
     return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("status", "options", "seconds", "keys"),
     [

@@ -27,6 +27,7 @@ from tests.helpers.steps import train_minibatch
 from tests.helpers.torch import SHARED, logits, settings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ha.ALL)
 def test_logits_gradients_and_export_are_those_of_transformers(tmp_path, variant):
     path = ha.make_model(tmp_path / "m", variant)

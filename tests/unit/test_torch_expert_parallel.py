@@ -8,6 +8,7 @@ from tests.helpers import architectures as ha
 from tests.helpers import torch as ht
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ha.ALL)
 def test_the_stacks_of_each_family_are_found(tmp_path, variant):
     path = ha.make_model(tmp_path / "m", variant)

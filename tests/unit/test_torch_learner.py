@@ -46,6 +46,7 @@ def references(models):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, references, name, recompute):
@@ -150,6 +151,7 @@ def test_record_routes_records_what_the_learner_chooses_by_itself(models):
     assert result.expert_load.sum(axis=1).tolist() == [sum(ht.LENGTHS) * ht.TOP_K] * 2, "of this step alone"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-unnormalised-tied", "mixtral", "olmoe"])
 def test_export_and_save_have_the_names_and_bits_of_the_checkpoint(models, tmp_path, name, dtype):

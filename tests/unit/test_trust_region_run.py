@@ -142,6 +142,7 @@ def assert_poison_left_nothing(run: dict, clean: dict) -> None:
     assert run["then"] == clean["then"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("poison", POISONS)
 def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, clean_run, poison):
     backend, clean = clean_run

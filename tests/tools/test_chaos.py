@@ -48,7 +48,7 @@ async def test_all_arrive_once_and_as_they_were_sent_over_a_way_that_delays_and_
                 keys=relay.sender_keys,
                 on_reject=lambda t, why: refused.append((t.trajectory_id, why)),
             ) as sender:
-                await asyncio.wait_for(send_all(sender, sent), 60)
+                await asyncio.wait_for(send_all(sender, sent), 120)
                 assert await sender.flush(60) == 0
             assert refused == []
             assert relay.damaged

@@ -117,7 +117,7 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
         REAL_WORLD, RunSetup("run", config_to_dict(config), str(tmp_path)), learner, {"generator-0": generator}
     )
     with pytest.raises(RunFailed, match=r"within 0\.05 s \(supervise\.patience\)"):
-        await asyncio.wait_for(conductor.run(), 60)
+        await asyncio.wait_for(conductor.run(), 120)
 
 
 async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
@@ -128,6 +128,6 @@ async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_n
     fleet = Fleet(config, Events(), {"generator-0": silent, "generator-1": Generator()})
     await fleet.load_engines()
     installer = VersionDelivery(fleet, StandIn(), LearnerAddress("", ""), None, published(0), outside())
-    await asyncio.wait_for(installer.install_first_version(), 60)
+    await asyncio.wait_for(installer.install_first_version(), 120)
     (lost,) = fleet.events.facts("generator_lost")
     assert re.match(r"generator-0: no answer to `install_version` within .* \(supervise\.patience\)", lost["error"])

@@ -204,7 +204,7 @@ async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(ma
     if when.startswith("before"):
         os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
-        await asyncio.wait_for(env.step(Action(action)), 30)
+        await asyncio.wait_for(env.step(Action(action)), 120)
     assert not psutil.pid_exists(pid)
     again = factory()
     assert where(await asyncio.wait_for(again.reset(1), 30)) != pid

@@ -102,7 +102,7 @@ async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves
 
     it, _, _ = evaluator(tmp_path, answer)
     it.evaluate_if_due(2, 0)
-    await asyncio.wait_for(playing.wait(), 5)
+    await asyncio.wait_for(playing.wait(), 120)
     found = read_evaluations(tmp_path / "checkpoints")
     assert [(step, one.is_finished) for step, one in found.items()] == [(2, False)]
     await settle(it)
@@ -315,7 +315,7 @@ async def play_run(made, directory, evaluations, groups=3):
         return msgspec.msgpack.encode(LeaseAnswer(leases, more=played < groups))
 
     lease.given = set()
-    await asyncio.wait_for(actor.run(StandIn(lease_groups=lease)), 30)
+    await asyncio.wait_for(actor.run(StandIn(lease_groups=lease)), 120)
     evaluated = await asyncio.gather(*results)
     await actor.stop()
     return sender.got, evaluated, engine
@@ -349,6 +349,6 @@ async def test_a_generator_that_stops_gives_its_evaluations_up(made, tmp_path):
     await actor.start()
     evaluating = asyncio.create_task(actor.evaluate())
     await asyncio.sleep(0.05)
-    await asyncio.wait_for(actor.stop(), 5)
+    await asyncio.wait_for(actor.stop(), 120)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(evaluating, 120)

@@ -62,7 +62,7 @@ async def test_a_program_that_is_waited_for_is_ended_at_once(cancelled):
     begun = time.monotonic()
     await program.end_async()
     assert time.monotonic() < begun + 10
-    (code,) = await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 10)
+    (code,) = await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 120)
     assert isinstance(code, asyncio.CancelledError) if cancelled else code == -signal.SIGKILL
 
 

@@ -50,7 +50,7 @@ def record(run, config, path, steps=range(1, STEPS + 1), lineage=0, learner=None
         try:
             for step in steps:
                 recorder.add(step, step - 1, trainer.update_weights(step, step - 1, trainer.prepare_step(played(step))))
-            await asyncio.wait_for(recorder.wait_written(), 30)
+            await asyncio.wait_for(recorder.wait_written(), 120)
         finally:
             if learner is None:
                 backend.close()

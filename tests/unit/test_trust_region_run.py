@@ -244,7 +244,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
             for index, samples in enumerate(given):
                 for trajectory in trajectories(index, samples):
                     actor.components.inbox.buffer.add(trajectory, 100)
-                step = await asyncio.wait_for(actor.run_step(), 60)
+                step = await asyncio.wait_for(actor.run_step(), 120)
                 assert step is not None
                 await asyncio.wait_for(actor.write_version(), 60)  # as the conductor asks for, beside the next step
                 assert isinstance(actor.model.ranks, LocalRank)

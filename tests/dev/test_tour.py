@@ -82,7 +82,7 @@ def test_the_files_of_the_tour_are_listed_and_few():
     stops = TOUR.partition("\n## Beside the path\n")[0]
     behind = "\n".join(re.findall(r"^Protocol `[^:]*:(.*?)\n\n", stops, re.MULTILINE | re.DOTALL))
     mentioned, others = (set(re.findall(r"`([\w/]+\.py)`", text)) for text in (stops, behind))
-    assert mentioned - others - {"tests/tools/test_tour.py"} <= {*followed, *named}
+    assert mentioned - others - {"tests/dev/test_tour.py"} <= {*followed, *named}
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in followed)
     assert lines <= MAX_PATH_LINES, f"{lines} lines to read: let the tour name fewer files"
 

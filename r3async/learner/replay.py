@@ -96,6 +96,14 @@ class RowExchange(NamedTuple):
     received_by_expert: Tensor
 
 
+class _Choice(NamedTuple):
+    """What a router used, int64 `[n, K]`, and bool `[n]`: its own choice is the recorded set; None
+    without records."""
+
+    used: Tensor
+    is_recorded_set: Tensor | None
+
+
 class MicroBatchRoutes:
     """The routes of one micro-batch for this rank's routers and tokens, created by
     `RoutingReplay.bind_routes`.
@@ -131,6 +139,8 @@ class MicroBatchRoutes:
         self._chosen_before: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
         """What each router replayed in the forward pass, in a narrow dtype, if that pass
         will be recomputed."""
+        self._uncounted: dict[int, _Choice] = {}
+        """By router: choices of the forward pass that `count_choices` has not counted."""
         self.exchanges: dict[int, RowExchange] = {}
         """What each router's dispatcher exchanges with other ranks. A recomputed
         pass does the same."""
@@ -251,6 +261,7 @@ class MicroBatchRoutes:
         if self.is_recomputing and before is not None:
             return before.to(preferred.dtype)
         used = preferred
+        same = None
         count = not self.is_recomputing
         if self._sorted_experts is not None:
             assert self._is_recorded is not None
@@ -259,16 +270,10 @@ class MicroBatchRoutes:
             if replay.is_enabled:
                 keep = same if self._all_recorded else same | ~self._is_recorded
                 used = torch.where(keep[:, None], preferred, rows)
-            if count:
-                recorded = self._is_recorded[: self._num_real_rows]
-                replay.counts.agreeing_tokens[router] += self._weight_rows(
-                    same[: self._num_real_rows] & recorded
-                ).sum()
-                replay.counts.compared_tokens[router] += self._weight_rows(recorded).sum()
         if count:
-            chosen = used[: self._num_real_rows]
-            ones = self._weight_rows(torch.ones_like(chosen))
-            replay.counts.expert_load[router].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+            if router in self._uncounted:
+                self.count_choices()
+            self._uncounted[router] = _Choice(used, same)
             if self.keeps_choices:
                 self.preferred_experts[router] = preferred
                 self.used_experts[router] = used
@@ -277,6 +282,35 @@ class MicroBatchRoutes:
                     torch.int16 if replay.num_experts <= 2**15 else torch.int32
                 )
         return used
+
+    @torch.no_grad()
+    def count_choices(self) -> None:
+        """Add the choices since the last call to `RoutingReplay.counts`: of all routers at once,
+        since a GPU takes as long to start a small operation as to run it."""
+        if not self._uncounted:
+            return
+        counts = self._replay.counts
+        routers = sorted(self._uncounted)
+        rows: slice | list[int] = (
+            slice(None) if len(routers) == len(self._replay.moe_layer_indices) else routers
+        )
+        choices = [self._uncounted[router] for router in routers]
+        self._uncounted = {}
+        real = slice(None, self._num_real_rows)
+        used = torch.stack([choice.used[real] for choice in choices])
+        times = self._weight_rows(torch.ones_like(used[0])).expand_as(used)
+        counts.expert_load[rows] = counts.expert_load[rows].scatter_add(
+            1, used.flatten(1), times.flatten(1)
+        )
+        agrees = [
+            choice.is_recorded_set[real] for choice in choices if choice.is_recorded_set is not None
+        ]
+        if agrees:
+            assert self._is_recorded is not None
+            recorded = self._is_recorded[real]
+            agreeing = (torch.stack(agrees) & recorded).T  # [n, R]
+            counts.agreeing_tokens[rows] += self._weight_rows(agreeing).sum(dim=0)
+            counts.compared_tokens[rows] += self._weight_rows(recorded).sum()
 
     def add_aux_loss(
         self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]
@@ -316,6 +350,7 @@ class MicroBatchRoutes:
             raise RoutingError(
                 "the backward pass of a micro-batch began after its routes were released"
             )
+        self.count_choices()
         self.is_recomputing = True
         self._replay.current_routes = self
 
@@ -339,6 +374,7 @@ class MicroBatchRoutes:
     def close(self) -> None:
         """Release everything but the choices that are kept; later use raises."""
         self.is_closed = True
+        self._uncounted = {}
         self._sorted_experts = self._sorted_gates = self._is_recorded = None
         self._chosen_before = []
 
@@ -461,6 +497,8 @@ class RoutingReplay:
             raise RoutingError("routes of another micro-batch are still bound")
         try:
             yield self._bind_micro_batch
+            for routes in self._open_routes:
+                routes.count_choices()
         finally:
             for routes in self._open_routes:
                 routes.close()

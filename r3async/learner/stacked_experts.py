@@ -6,6 +6,8 @@ computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,44 +18,60 @@ GROUPED_ROW_BYTES = 16
 """Bytes that the size of a row must be a multiple of in torch's grouped product."""
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+class RowGroups:
+    """The groups of a grouped product's rows: the first `counts[0]` rows are the first group, and
+    so on. `counts` is int64 `[E]`."""
+
+    def __init__(self, counts: Tensor):
+        self.counts = counts
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 `[E]`: the row behind each group's last."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def is_empty(self) -> Tensor:
+        """bool `[E]`: groups without a row."""
+        return self.counts == 0
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Multiply rows by their group's matrix: `x [P, K]`, `weight [E, M, K]` -> `[P, M]`.
 
-    The first `counts[0]` rows of `x` are multiplied by the first matrix, and so on. `counts` int64
-    `[E]` add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch
-    runs the matrices one by one. Rows that are not a multiple of 16 bytes are for small tests only:
-    they read the counts back to the host.
+    The counts of `groups` add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other
+    precisions torch runs the matrices one by one. Rows that are not a multiple of 16 bytes are for
+    small tests only: they read the counts back to the host.
     """
     if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
-        ends = counts.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, zero_empty_gradients(weight, ends).mT, offs=ends)
-    parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+        matrices = zero_empty_gradients(weight, lambda: groups.is_empty)
+        return F.grouped_mm(x, matrices.mT, offs=groups.ends)
+    parts = zip(x.split(groups.counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
-def zero_empty_gradients(weight: Tensor, ends: Tensor) -> Tensor:
+def zero_empty_gradients(weight: Tensor, find_empty: Callable[[], Tensor]) -> Tensor:
     """Return `weight` `[E, ...]`, the matrices of a grouped product, with a gradient that is 0 for
     groups without a row.
 
-    `ends` int32 `[E]` are the ends of the groups' rows. Torch leaves these gradients unwritten
-    on some devices (github.com/pytorch/pytorch, issues 172439 and 193633). What it does on a
-    device nobody can see from the outside, so the mask is there on all of them: it takes a pass
-    over the gradient.
+    `find_empty()` returns these groups, bool `[E]`; the backward pass asks. Torch leaves these
+    gradients unwritten on some devices (github.com/pytorch/pytorch, issues 172439 and 193633). What
+    it does on a device nobody can see from the outside, so the mask is there on all of them: it
+    takes a pass over the gradient.
     """
-    return _ZeroEmptyGradients.apply(weight, ends)
+    return _ZeroEmptyGradients.apply(weight, find_empty)
 
 
 class _ZeroEmptyGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(ends)
+    def forward(ctx: Any, weight: Tensor, find_empty: Callable[[], Tensor]) -> Tensor:
+        ctx.find_empty = find_empty
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (ends,) = ctx.saved_tensors
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return grads[0].masked_fill(empty.view(-1, *(1 for _ in grads[0].shape[1:])), 0.0), None
+        empty = ctx.find_empty().view(-1, *(1 for _ in grads[0].shape[1:]))
+        return grads[0].masked_fill(empty, 0.0), None
 
 
 class WeightedSwiGLU(torch.autograd.Function):

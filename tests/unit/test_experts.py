@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from r3async.config import config_from_dict, config_to_dict
 from r3async.learner.megatron.experts import order_by_expert
 from r3async.learner.replay import RowExchange
-from r3async.learner.stacked_experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
+from r3async.learner.stacked_experts import ExpertDispatch, RowGroups, WeightedSwiGLU, grouped_linear
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import batches
 from tests.helpers.checkpoint import settings as learner_settings
@@ -31,10 +31,9 @@ def loop(x, w1, w2, gates, chosen):
 
 def stacks(x, w1, w2, gates, chosen):
     sent = ExpertDispatch(chosen, int(chosen[0].sum()))
-    wide = grouped_linear(sent.dispatch_rows(x), w1, sent.expert_counts)
-    return sent.combine_outputs(
-        grouped_linear(WeightedSwiGLU.apply(wide, sent.gather_gates(gates)), w2, sent.expert_counts)
-    )
+    groups = RowGroups(sent.expert_counts)
+    wide = grouped_linear(sent.dispatch_rows(x), w1, groups)
+    return sent.combine_outputs(grouped_linear(WeightedSwiGLU.apply(wide, sent.gather_gates(gates)), w2, groups))
 
 
 def made(seed, tokens, experts, top_k, hidden, width, dtype):
@@ -101,7 +100,9 @@ def test_no_tokens_are_no_rows():
     inputs, chosen, grad = made(0, 1, 4, 2, 8, 8, torch.float32)
     inputs[0], chosen, grad = inputs[0][:0].detach().requires_grad_(), chosen[:0], grad[:0]
     sent = ExpertDispatch(chosen, 2)
-    out = sent.combine_outputs(grouped_linear(sent.dispatch_rows(inputs[0]), inputs[1], sent.expert_counts)[:, :8])
+    out = sent.combine_outputs(
+        grouped_linear(sent.dispatch_rows(inputs[0]), inputs[1], RowGroups(sent.expert_counts))[:, :8]
+    )
     out.sum().backward()
     assert out.shape == (0, 8)
     assert not inputs[1].grad.any()

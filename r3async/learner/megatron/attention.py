@@ -77,23 +77,22 @@ class _RotaryEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate_halves(x, cos, sin)
+        return _rotate_halves(x, cos, sin, direction=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotate_halves(grads[0], cos, -sin), None, None
+        return _rotate_halves(grads[0], cos, sin, direction=-1), None, None
 
 
-def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left)
-    left.addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right)
-    right.addcmul_(first, sin)
-    return out
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
+    halves = x.unflatten(-1, (2, -1))
+    out = halves * cos[..., None, :]
+    first, second = halves.unbind(dim=-2)
+    left, right = out.unbind(dim=-2)
+    left.addcmul_(second, sin, value=-direction)
+    right.addcmul_(first, sin, value=direction)
+    return out.flatten(-2)
 
 
 def apply_rotary(x: Tensor, plan: PackedAttentionParams) -> Tensor:

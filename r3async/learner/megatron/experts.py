@@ -17,7 +17,12 @@ from torch.nn import Parameter
 
 from r3async.learner.deterministic_gather import DeterministicGather
 from r3async.learner.replay import RoutingReplay, RowExchange
-from r3async.learner.stacked_experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
+from r3async.learner.stacked_experts import (
+    ExpertDispatch,
+    RowGroups,
+    WeightedSwiGLU,
+    grouped_linear,
+)
 
 
 class GroupedExperts(torch.nn.Module):
@@ -44,8 +49,9 @@ class GroupedExperts(torch.nn.Module):
 
         `counts` int64 `[E]` are the tokens of each expert, and `gates [P]` the gates of the tokens.
         """
-        wide = grouped_linear(tokens, self.weight1, counts)
-        return grouped_linear(WeightedSwiGLU.apply(wide, gates), self.weight2, counts), None
+        groups = RowGroups(counts)
+        wide = grouped_linear(tokens, self.weight1, groups)
+        return grouped_linear(WeightedSwiGLU.apply(wide, gates), self.weight2, groups), None
 
 
 class LocalDispatcher(MoETokenDispatcher):

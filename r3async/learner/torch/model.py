@@ -103,7 +103,11 @@ _grouped_product = moe._grouped_mm
 def _multiply_groups(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """Multiply as transformers does, with gradients that are 0 for experts without a row
     on every device."""
-    product: Tensor = _grouped_product(input, zero_empty_gradients(weight, offs), offs)
+    matrices = zero_empty_gradients(
+        weight,
+        lambda: offs.diff(prepend=offs.new_zeros(1)) == 0,  # groups that end where they begin
+    )
+    product: Tensor = _grouped_product(input, matrices, offs)
     return product
 
 

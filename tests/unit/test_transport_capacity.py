@@ -225,7 +225,7 @@ def test_a_message_of_several_that_does_not_add_up_is_refused():
     items = [control_messages.DeliveryItem(f"t{i}", i, 100, [len(frames[0])]) for i, frames in enumerate(contents)]
     control, payload = control_messages.encode_delivery("s", items, contents)
     message = control_messages.decode_control(control)
-    for bad in ([], [payload, b""], [payload[:-1]], [bytes(payload) + b"x"]):
+    for bad in ([], [payload, b""], [payload[:-1]], [bytes(payload) + b"x"], [bytes(payload) + bytes(8)]):
         with pytest.raises(WireError, match=r"several trajectories|2 trajectories in"):
             message.split_by_item(bad)
 

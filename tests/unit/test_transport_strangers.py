@@ -97,7 +97,8 @@ async def test_strangers_cost_bounded_memory_before_they_are_let_in(flags):
 
 
 @pytest.mark.parametrize(
-    "length", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 5]
+    "length",
+    [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 5],
 )
 def test_frames_are_cut_into_pieces_that_a_connection_takes_and_joined_again(length):
     rng = np.random.default_rng(length)

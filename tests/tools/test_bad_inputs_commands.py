@@ -142,22 +142,18 @@ SAMPLE = [
 """Of each kind: a word that is none, a setting, a place for runs, a model, code of the user, and another command."""
 
 
-@pytest.mark.parametrize(("line", "part"), COMMANDS, ids=[line for line, _ in COMMANDS])
-def test_a_command_line_that_cannot_be(line, part, folder):
-    judge(typed(*line.split(), cwd=folder), (part,))
-    assert not {"runs", "packed", "out"} & {path.name for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize(("line", "part"), EDGE_COMMANDS, ids=[line for line, _ in EDGE_COMMANDS])
-def test_a_rare_command_line_that_cannot_be(line, part, folder):
-    judge(typed(*line.split(), cwd=folder, main=edge_main), (part,))
-    assert not (folder / "new").exists()
-
-
-@pytest.mark.parametrize(("line", "part"), DEV_COMMANDS, ids=[line for line, _ in DEV_COMMANDS])
-def test_a_command_line_of_development_that_cannot_be(line, part, folder):
-    judge(typed(*line.split(), cwd=folder, main=dev_main), (part,))
-    assert not (folder / "runs").exists()
+@pytest.mark.parametrize(
+    ("program", "line", "part"),
+    [
+        *((main, *row) for row in COMMANDS),
+        *((edge_main, *row) for row in EDGE_COMMANDS),
+        *((dev_main, *row) for row in DEV_COMMANDS),
+    ],
+    ids=[line for line, _ in COMMANDS + EDGE_COMMANDS + DEV_COMMANDS],
+)
+def test_a_command_line_that_cannot_be(program, line, part, folder):
+    judge(typed(*line.split(), cwd=folder, main=program), (part,))
+    assert not {"runs", "packed", "out", "new"} & {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.long

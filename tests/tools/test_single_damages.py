@@ -285,21 +285,8 @@ def test_an_export_of_a_damaged_run_is_one_line(whole: Path, tmp_path: Path, nam
     assert (said.returncode, len(said.stderr.splitlines())) == (2, 1), said.stderr
 
 
-QUICK = (
-    "tokenizer is garbage",
-    "end token is a list",
-    "model.path is a number",
-    "mix of numbers",
-    "events.jsonl is a directory",
-    "routes is a link loop",
-    "token ids below zero",
-    "a step is a text",
-)
-"""One damage of each kind, for the quick part of the suite."""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in DAMAGES])
+@pytest.mark.parametrize("name", DAMAGES)
 def test_whoever_reads_a_damaged_run_shows_the_rest(whole: Path, tmp_path: Path, name: str) -> None:
     root = tmp_path / "root"
     shutil.copytree(whole, root, symlinks=True)

@@ -1,6 +1,7 @@
 """A configuration is refused by key and with the right spelling, before anything heavy is imported."""
 
 import operator
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,25 +15,8 @@ from r3async.config.load import REMOVED_KEYS
 from r3async.config.shorthand import merge_tables
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("algorithm.rolout_kl.coef=1", ["algorithm.rolout_kl", "algorithm.rollout_kl"]),
-        ("generator.dtype=fp8", ["generator.dtype", "'float32', 'bfloat16'"]),
-        ("episode.max_total_tokens=100000", ["max_total_tokens", "max_tokens_per_micro_batch"]),
-        ("observe.sink_queue=8", ["unknown key `observe.sink_queue`", "1024 rows"]),
-        ("model.init.warm_lr=1e-4", ["unknown key `model.init.warm_lr`", "0.001"]),
-    ],
-)
-def test_a_wrong_setting_is_named_with_the_fix(override, parts):
-    with pytest.raises(ConfigError) as caught:
-        load_config("quickstart", [override])
-    for part in parts:
-        assert part in str(caught.value)
-
-
 def test_the_resolved_configuration_loads_back_equal(tmp_path):
-    config = load_config("quickstart", ["seed=3", "env.args.letters=5", "learner.betas=[0.8, 0.9]"])
+    config = load_config("quickstart", ["seed=9223372036854775807", "env.args.letters=5", "learner.betas=[0, 0.9]"])
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(config))
     assert load_config(str(path)) == config
@@ -61,37 +45,6 @@ def test_another_environment_does_not_inherit_the_arguments_of_the_one_before(tm
     assert load_config(str(tmp_path / "mine.toml")).env.args == {}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"evaluation": {"sets": {"a": {"temperature": 0, "samples_per_task": 3}}}},
-            r"`sets\.a`: `temperature` = 0 is greedy, and 3",
-        ),
-        ({"evaluation": {"sets": 3}}, "holds sections by name"),
-        (
-            {"episode": {"temperature": 0}},
-            r"`episode\.temperature` must be greater than 0.*`evaluation\.temperature` = 0",
-        ),
-        (
-            {"checkpoint": {"keep_best": "pass@8"}, "evaluation": {"every_steps": 1, "samples_per_task": 4}},
-            "'pass@8' is no figure of the evaluations: reward_mean, pass@1, pass@2, pass@4$",
-        ),
-        (
-            {
-                "checkpoint": {"keep_best": "reward_mean"},
-                "evaluation": {"every_steps": 3},
-                "schedule": {"steps_per_publication": 2},
-            },
-            "`evaluation.every_steps` = 3 must be a multiple",
-        ),
-    ],
-)
-def test_evaluations_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        config_from_dict(settings)
-
-
 def test_a_set_of_evaluations_differs_in_what_it_names():
     sets = {"greedy": {"temperature": 0}, "other": {"env": {"name": "guess"}, "samples_per_task": 8, "seed": 3}}
     config = config_from_dict(
@@ -112,14 +65,13 @@ def test_a_target_alone_shortens_steps_above_it(words, bound):
     assert config.algorithm.rollout_kl.update_limit == bound
 
 
-RENAMED = {old: now.split("`")[1] for old, now in REMOVED_KEYS.items() if now.startswith("it is `")}
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_a_setting_with_a_new_name_is_refused_by_the_old_one_and_the_new_one_exists(old):
-    with pytest.raises(ConfigError, match=f"unknown key `{old}`: it is `{RENAMED[old]}` now"):
+@pytest.mark.parametrize("old", REMOVED_KEYS)
+def test_a_setting_that_is_no_more_is_refused_with_what_replaces_it_and_a_new_name_exists(old):
+    with pytest.raises(ConfigError) as caught:
         load_config("quickstart", [f"{old}=1"])
-    operator.attrgetter(RENAMED[old])(load_config("quickstart"))
+    assert str(caught.value) == f"unknown key `{old}`: {REMOVED_KEYS[old]}"
+    if new := re.match("it is `(.+)` now", REMOVED_KEYS[old]):
+        operator.attrgetter(new[1])(load_config("quickstart"))
 
 
 @pytest.mark.parametrize(("old", "new"), [("episodes", "tasks"), ("samples", "samples_per_task")])

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from r3async.config import Config, ConfigError, Section, config_from_dict, config_to_dict, load_config
+from r3async.config import Config, ConfigError, Section, config_from_dict, load_config
 
 SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward", "evaluation.pass_reward"} | {
     f"schedule.difficulty.{name}" for name in ("easy", "hard", "target")
@@ -63,9 +63,9 @@ def test_a_number_that_is_not_finite_or_out_of_range_is_refused_with_its_name(pa
         if path in SIGNED and -(10**9) <= value <= 10**9:
             continue
         bad = spoilt(section, field, value)
-        with pytest.raises(ValueError, match=f"`{field.name}"):
+        with pytest.raises(ValueError, match=rf"`{field.name}(\[0\])?` must be ."):
             type(section)(**msgspec.structs.asdict(section) | {field.name: bad})
-        with pytest.raises(ValueError, match=f"`{field.name}"):
+        with pytest.raises(ValueError, match=rf"`{field.name}(\[0\])?` must be ."):
             msgspec.structs.replace(section, **{field.name: bad})
         data: Any = bad
         for key in reversed(path.split(".")):
@@ -119,8 +119,3 @@ def test_a_value_that_python_cannot_read_or_print_is_named_in_one_line(value):
 def test_a_number_that_python_cannot_print_is_named():
     with pytest.raises(ConfigError, match="at most 1,000,000,000, got a int that cannot be printed"):
         load_config("quickstart", {"steps": 10**5000})
-
-
-def test_what_is_resolved_is_still_read_again():
-    config = load_config("quickstart", ["seed=9223372036854775807", "learner.betas=[0, 0.99]"])
-    assert config_from_dict(config_to_dict(config)) == config

@@ -88,17 +88,8 @@ async def test_of_a_group_in_two_files_nothing_stays_of_what_is_removed_or_train
     assert third.nbytes == 0
 
 
-async def test_of_a_trajectory_that_was_put_twice_the_last_is_recovered(tmp_path):
-    first, again = sampled(0, 300), sampled(0, 200)
-    assert first.trajectory_id == again.trajectory_id
-    spool = Spool(tmp_path, DISK)
-    await put_all(spool, [first, again])
-    _, kept = await recovered(tmp_path)
-    assert [len(each.samples[0].table) for each in kept] == [200]
-
-
 @pytest.mark.parametrize("fsync", [False, True])
-async def test_what_was_put_is_there_after_a_restart(tmp_path, fsync):
+async def test_what_was_put_is_there_after_a_restart_and_the_last_of_what_was_put_twice(tmp_path, fsync):
     spool = Spool(tmp_path / "spool", BufferConfig(durability="disk", fsync=fsync))
     assert await spool.recover_trajectories() == []
     sent = [sampled(i, length) for i, length in enumerate([0, 1, 50, 300, 3000, 77, 78, 79])]
@@ -109,10 +100,10 @@ async def test_what_was_put_is_there_after_a_restart(tmp_path, fsync):
     assert found == sent
     assert second.damages == []
     assert second.nbytes == spool.nbytes
-    more = [sampled(8, group=1), sampled(9, group=2), sampled(3)]  # t3 again: its acknowledgement was lost.
+    more = [sampled(8, group=1), sampled(9, group=2), sampled(3, 200)]  # t3 again: its acknowledgement was lost.
     await put_all(second, more)
     third, found = await recovered(spool.directory)
-    assert found == [*sent, *more[:2]]
+    assert found == [*sent[:3], more[2], *sent[4:], *more[:2]]
     assert await third.delete_trained([0, 2, 17]) > 0
     assert third.nbytes == sum(p.stat().st_size for p in spool.directory.iterdir())
     _, found = await recovered(spool.directory)
@@ -189,30 +180,6 @@ async def test_damage_is_reported_and_costs_only_what_it_hit(tmp_path):
     await spool.close()
 
 
-async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkeypatch):
-    spool, full = Spool(tmp_path, DISK, retry_seconds=0.01), [True]
-    append_record = RecordFormat.append_record
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        if full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return append_record(*args, **options)
-
-    monkeypatch.setattr(RecordFormat, "append_record", refuse)
-    assert spool.wait_state is None
-    putting = asyncio.create_task(put_all(spool, [sampled(1)]))
-    await until(lambda: spool.wait_state is not None or putting.done())
-    assert not putting.done()
-    assert "No space left on device" in spool.wait_state["why"]
-    assert not spool.wait_state["full"]
-    full.clear()
-    await asyncio.wait_for(putting, 120)
-    assert spool.wait_state is None
-    spool.set_waiting(True)
-    assert spool.wait_state["full"]
-    await spool.close()
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 async def test_a_disk_that_fails_is_waited_for_and_leaves_no_half_record(tmp_path, monkeypatch, code):
     """It takes half a record and fails; one that is broken does not shrink the file either. What comes next is found."""
@@ -282,7 +249,8 @@ ON_DISK_ONLY = BufferConfig(durability="disk", memory_bytes=1)
 
 
 async def test_acknowledged_means_written(tmp_path, monkeypatch):
-    """While the disk takes nothing, nothing is acknowledged, nobody gives up, and what waits is neither lost nor doubled."""
+    """While the disk takes nothing, nothing is acknowledged, nobody gives up, and what waits is neither lost nor doubled.
+    The spool says that it waits, and why."""
     broken = [True]
     real = RecordFormat.append_record
 
@@ -293,14 +261,17 @@ async def test_acknowledged_means_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RecordFormat, "append_record", append)
     spool = Spool(tmp_path, DISK, retry_seconds=0.05)
+    assert spool.wait_state is None
     inbox = Inbox()
     config = TransportConfig(ack_timeout=1.5)
     async with receiving(inbox, config, store=spool) as (receiver, endpoint), sending(endpoint, config) as sender:
         await send_all(sender, [sampled(i) for i in range(3)])
         assert await sender.flush(3 * config.ack_timeout) == 3
         assert (sender.acked, sender.reconnects, receiver.received) == (0, 0, 0)
+        assert ("broken" in spool.wait_state["why"], spool.wait_state["full"]) == (True, False)
         broken[0] = False
         assert await sender.flush(LIMIT) == 0
+        assert spool.wait_state is None
         assert inbox.once({"t0", "t1", "t2"})
         assert sender.resent == 0
     await spool.close()
@@ -378,7 +349,6 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_agai
     await mapped.close()
 
 
-@pytest.mark.long
 async def test_what_is_being_written_takes_room_already(tmp_path):
     """Or a disk that is slower than the senders would be filled again and again before the first file counts."""
     sent = [sampled(i, 500, group=10 + i) for i in range(8)]
@@ -405,7 +375,7 @@ async def test_what_is_being_written_takes_room_already(tmp_path):
         for feed in feeds:
             feed.cancel()
         go_on.set()
-        await sender.flush(LIMIT)
+        await until(lambda: sender.acked == 3)
     await spool.close()
 
 
@@ -422,6 +392,7 @@ async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_th
             await until(lambda: f"t{early}" in inbox.seen or "spool_full" in told)  # noqa: B023
             early -= 1
         assert spool.nbytes <= limit
+        assert spool.wait_state["full"]
         feed = asyncio.gather(*(sender.send(t) for t in reversed(sent[: early + 1])))
         for group in range(8):
             await until(lambda: f"t{group}" in inbox.seen)  # noqa: B023

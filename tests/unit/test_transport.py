@@ -69,8 +69,9 @@ async def test_many_senders_share_the_memory_and_all_is_delivered():
         assert receiver.unreleased_bytes == 0
 
 
-@pytest.mark.parametrize("at_once", [40, 160])
+@pytest.mark.parametrize("at_once", [1, 40, 160])
 async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(at_once):
+    """Those that are accepted at about the same time are acknowledged together. How many depends on the machine."""
     world = TappedWorld()
     trajectories = [make_trajectory(i) for i in range(160)]
     inbox = Inbox()
@@ -80,12 +81,13 @@ async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(at_
         assert await sender.flush(LIMIT) == 0
     assert inbox.once({f"t{i}" for i in range(160)})
     kinds = Counter(type(message) for message in world.sent)
-    assert kinds.pop(control_messages.Ack) <= 160
+    assert kinds.pop(control_messages.Ack) <= 100
     assert kinds.pop(control_messages.Deliver) <= 160
     assert kinds == {control_messages.Hello: 1, control_messages.Welcome: 1}
     deliveries = [message for message in world.sent if isinstance(message, control_messages.Deliver)]
     delivered_ids = [item.trajectory_id for message in deliveries for item in message.items]
-    assert sorted(delivered_ids) == sorted(f"t{i}" for i in range(160))
+    acked_ids = [name for message in world.sent if isinstance(message, control_messages.Ack) for name in message.ids]
+    assert sorted(delivered_ids) == sorted(acked_ids) == sorted(f"t{i}" for i in range(160))
 
 
 class LateWorld(RealWorld):
@@ -134,17 +136,6 @@ async def test_receiver_restarts_on_the_same_port(restored: bool):
                 assert second.duplicates >= accepted - 10
             else:
                 assert sum(inbox.seen.values()) >= 60 + accepted - 10
-
-
-async def test_lost_acknowledgement():
-    inbox, lost = Inbox(), iter([True, True])
-    world = losing_acks(lambda _: next(lost, False))
-    async with receiving(inbox, world=world) as (receiver, endpoint), sending(endpoint) as sender:
-        await deliver_all(sender, [make_trajectory(i) for i in range(5)])
-        assert receiver.duplicates >= 2
-        assert sender.resent >= 2
-        assert sender.reconnects >= 1
-        assert inbox.once({f"t{i}" for i in range(5)})
 
 
 async def test_cancelled_send_is_not_sent():

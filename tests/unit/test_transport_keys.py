@@ -96,12 +96,6 @@ def test_keys_that_can_not_be_used_are_refused_by_name(keys):
         load_server_keys(keys / "elsewhere")
 
 
-def test_a_name_that_no_key_can_have_is_refused_before_a_key_is_made(tmp_path):
-    with pytest.raises(ValueError, match="is no name for a key"):
-        create_key_files(tmp_path / "new", ("learner", "../x"))
-    assert not (tmp_path / "new").exists()
-
-
 def test_keys_are_files_of_the_world():
     simulation = Simulation(1)
     files = simulation.begin_process("learner", simulation.hosts["host-0"]).world.files

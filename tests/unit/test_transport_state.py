@@ -18,7 +18,7 @@ from r3async.transport import TrajectoryLedger, TrajectoryReceiver
 from r3async.transport.memory_budget import NO_GROUP_LIMIT, MemoryBudget
 from r3async.transport.outbox import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
 from r3async.transport.receiver import ACK_CREDIT_SHARE, MAX_ACK_IDS
-from tests.helpers.transport import LIMIT, SERVER_KEYS, SendersByHand, delivered, make_trajectory, memory_size, until
+from tests.helpers.transport import LIMIT, SERVER_KEYS, SendersByHand, delivered, make_trajectory, memory_size
 
 
 @settings(max_examples=400)
@@ -162,7 +162,7 @@ def send(outbox: Outbox, name: str, now: float) -> None:
     outbox.mark_sent(outbox.waiting[name], now)
 
 
-def test_outbox_sends_what_is_asked_for_and_no_more_at_once_than_it_may():
+def test_outbox_sends_what_is_asked_for_past_what_is_not_and_no_more_at_once_than_it_may():
     outbox = Outbox()
     for i, nbytes in enumerate([40, 40, 40, 500]):
         outbox.add(pending(i, group=9 - i, nbytes=nbytes))
@@ -352,19 +352,6 @@ async def test_each_of_two_senders_is_told_of_a_new_limit(senders, receiver):
     assert told == [(b"one", NO_GROUP_LIMIT), (b"two", NO_GROUP_LIMIT)]
 
 
-async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own_later(senders, receiver):
-    names = [b"one", b"two", b"three"]
-    senders.greet(*names)
-    senders.answers.clear()
-    for sender in names:
-        senders.say(sender, *encoded_delivery(0))
-    (received,) = await anext(aiter(receiver))
-    assert receiver.accept(received)
-    await until(lambda: len(senders.answers) >= 3)
-    answers = [(to, getattr(message, "again", "ack")) for to, message in senders.answers]
-    assert sorted(answers) == [(b"one", "ack"), (b"three", "later"), (b"two", "later")]
-
-
 async def test_what_two_senders_sent_is_in_hand_for_both(senders, receiver):
     senders.greet(b"one", b"two")
     senders.say(b"one", *delivered("t0", 0, 10**6))
@@ -434,10 +421,3 @@ def test_an_outbox_requeues_in_the_order_of_sending_and_before_the_rest():
     assert list(outbox.waiting) == ["t1", "t2", "t3"]
     assert outbox.requeue_all() == 1
     assert list(outbox.waiting) == ["t0", "t1", "t2", "t3"]
-
-
-def test_a_group_that_may_not_be_sent_yet_holds_up_no_other():
-    outbox = Outbox()
-    for index, group in enumerate((5, 0, 6, 1)):
-        outbox.add(OutgoingTrajectory(make_trajectory(index, group=group), 10, [b"x"]))
-    assert [pending.trajectory_id for pending in outbox.next_batch(2, 1000)] == ["t1", "t3"]

@@ -464,34 +464,6 @@ def test_each_of_two_packed_bool_columns_is_checked_and_named(wrong):
         wire_frames.pack_columns(columns, block)
 
 
-@pytest.mark.parametrize("left", [-1, 8])
-def test_several_items_that_do_not_fill_their_piece_exactly_are_refused(left):
-    sizes = [24, 16]
-    items = [control_messages.DeliveryItem(f"t{i}", i, size, [size]) for i, size in enumerate(sizes)]
-    message = control_messages.Deliver("s", items)
-    assert [len(each[0]) for each in message.split_by_item([bytes(sum(sizes))])] == sizes
-    with pytest.raises(WireError, match="bytes of several trajectories"):
-        message.split_by_item([bytes(sum(sizes) + left)])
-
-
-def test_items_of_odd_sizes_get_their_own_bytes():
-    frames = [[b"a" * 13], [b"b" * 7, b"c" * 5], [b"d" * 9]]
-    items = [control_messages.DeliveryItem(f"t{i}", i, 99, list(map(len, each))) for i, each in enumerate(frames)]
-    pieces = control_messages.encode_delivery("s", items, frames)
-    message = decode_control(pieces[0])
-    got = [
-        control_messages.join_item_frames(i, each)
-        for i, each in zip(items, message.split_by_item(pieces[1:]), strict=True)
-    ]
-    assert [[bytes(frame) for frame in each] for each in got] == frames
-
-
-def test_two_frames_that_were_both_cut_come_back_with_what_is_between_them():
-    sizes = [2 * wire_frames.PIECE_BYTES + 5, 7, wire_frames.PIECE_BYTES, 0, wire_frames.PIECE_BYTES + 1]
-    frames = [bytes([number]) * size for number, size in enumerate(sizes)]
-    assert [bytes(frame) for frame in wire_frames.join_pieces(wire_frames.split_frames(frames))] == frames
-
-
 @pytest.mark.parametrize("extra", ["frame", "bytes"])
 def test_more_than_the_header_describes_is_refused_though_the_checksum_is_right(extra):
     head, *frames = encode_trajectory(make_trajectory(tables=[make_table(0, 12_000), make_table(1, 5)]))

@@ -40,7 +40,7 @@ PAGES_OF_OTHER_TIMES = (
 """Pages whose names are those of another time, or of other projects."""
 RECORD = re.compile(r"\bD-(\d{3})\b")
 RECORD_FILE = re.compile(r"docs/decisions/D-(\d{3})-[\w-]+\.md")
-REFERENCE = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`(?!`)")
+REFERENCE = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\)| ?=[^`]*)?`(?!`)")
 FILE_REFERENCE = re.compile(r"(?<!`)`((?:[\w-]+/)+[\w-]+\.py)`(?!`)")
 IGNORED_LAST_PARTS = {
     "css",

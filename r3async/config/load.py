@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -218,18 +219,23 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", 
 
 def _explain_type_error(target_type: Any, message: str) -> str:
     """Return why a value is not of type `target_type`, given msgspec's error `message`."""
+    members = [kind for kind in typing.get_args(target_type) if kind is not type(None)]
+    if (
+        typing.get_origin(target_type) in (types.UnionType, typing.Union) and len(members) == 1
+    ):  # one that may be unset
+        return _explain_type_error(strip_range(members[0]), message)
     if typing.get_origin(target_type) is Literal:
         return f"it must be one of {', '.join(map(repr, typing.get_args(target_type)))}"
     if target_type in _TYPE_NAMES:
         return f"it must be {_TYPE_NAMES[target_type]}"
     if typing.get_origin(target_type) is list:
         inner = typing.get_args(target_type)[0]
-        members = (
+        kinds = (
             f"of {', '.join(map(repr, typing.get_args(inner)))}"
             if typing.get_origin(inner) is Literal
             else "of texts"
         )
-        return f'it must be a list {members}, in quotes from the shell: \'KEY=["a", "b"]\''
+        return f'it must be a list {kinds}, in quotes from the shell: \'KEY=["a", "b"]\''
     if typing.get_origin(target_type) is tuple:
         return f"it must be a list of {len(typing.get_args(target_type))}, such as [0.9, 0.95]"
     if typing.get_origin(target_type) is dict:

@@ -27,6 +27,7 @@ SOURCES = {"r3async/room/__init__.py": "", "r3async/room/gate.py": GATE}
         ("`room.gate.MAXIMUM`", "module `room.gate` has no `MAXIMUM`"),
         ("`r3async.room.door`", "module `r3async.room` has no `door`"),
         ("`schedule.samples_per_group`", "neither a setting nor a module has `schedule.samples_per_group`"),
+        ("`schedule.group_sizes = 4`", "neither a setting nor a module has `schedule.group_sizes`"),
         ("`room/door.py`", "there is no `room/door.py`"),
     ],
 )
@@ -48,6 +49,7 @@ def test_a_reference_to_what_is_not_there_is_found(reference, wrong, page):
         "`r3async.room.gate`",
         "`r3async/room/gate.py`",
         "`schedule.group_size`",
+        "`schedule.group_size=4`",
         "`env.args.anything`",
         "`torch.topk`",
         "`self.width`",

@@ -53,6 +53,8 @@ SETTINGS = [
     ("algorithm.policy_loss=nowhere:loss", "cannot be loaded"),
     ("algorithm.policy_loss=mine:number", "must be a function"),
     ("algorithm.policy_loss=mine:function", "one argument"),
+    ("schedule.max_token_age=1.5", "it must be a whole number"),
+    ("evaluation.temperature=hot", "it must be a number"),
     ("learner.lr=fast", "`learner.lr` = 'fast': it must be a number"),
     ("learner.lr.high=3", "it must be a number"),
     ("learner.lr_schedule=step", "'constant', 'linear', 'cosine'"),

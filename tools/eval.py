@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from r3async.actors.process import RunFailed
 from r3async.checkpoint import CheckpointDirectory
+from r3async.checkpoint.manifest import MANIFEST_FILE
 from r3async.config import (
     REDACTED,
     Config,
@@ -139,6 +140,11 @@ def find_evaluation_target(
         try:
             run = find_run(name, root)
         except InspectError as error:
+            if (Path(name) / MANIFEST_FILE).is_file():
+                raise ConfigError(
+                    f"RUN_OR_MODEL = {name!r} is a checkpoint: export it (`r3async export {name} "
+                    "DIR`), and evaluate DIR with --preset RUN/config.toml"
+                ) from error
             raise ConfigError(
                 f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
             ) from error

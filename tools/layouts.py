@@ -30,13 +30,16 @@ class FittingLayout(msgspec.Struct, frozen=True):
     tokens_per_second: float
 
     def describe_settings(self) -> str:
-        """Return the settings as they are written under `[learner]`."""
+        """Return the settings as words of a command line."""
         learner = self.learner
         p = self.learner.parallel
-        told = [f"parallel = {{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}"]
-        told += [f'recompute = "{learner.recompute}"']
         flags = ("offload_moments", "shard_optimizer", "shard_gradients")
-        return ", ".join([*told, *(f"{name} = true" for name in flags if getattr(learner, name))])
+        words = [
+            f"'learner.parallel={{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}'",
+            f"learner.recompute={learner.recompute}",
+            *(f"learner.{name}=true" for name in flags if getattr(learner, name)),
+        ]
+        return " ".join(words)
 
 
 def find_fitting_layouts(
@@ -105,7 +108,7 @@ def recommend_layout(shape: ModelShape, config: Config, tokens: int) -> str:
         if layout is not None:
             return (
                 f"With {count} GPU(s) this takes {layout.memory.total_bytes / GIB:.0f} GiB each: "
-                f"[learner] {layout.describe_settings()}"
+                f"{layout.describe_settings()}"
             )
     return f"No layout of up to {gpus << 6} such GPUs holds it"
 

@@ -321,6 +321,11 @@ def _make_notes(
             f"{len(shape.recurrent_layers)} of {shape.num_layers} layers keep a state, in which "
             "samples cannot share a prefix: learner.share_prefixes has no effect"
         )
+    if shape.moe_layers and config.routing.replay == "off":
+        notes.append(
+            "the model has experts, and the learner chooses them anew: routing.replay=rollout uses "
+            "those that the engine chose"
+        )
     p = config.learner.parallel
     if config.supervise.copy_steps and 1 < p.world_size <= (
         config.cluster.gpus_per_node if on_gpus else p.world_size

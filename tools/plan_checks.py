@@ -42,6 +42,15 @@ def check_message_size(config: Config, plan: RunPlan) -> None:
         )
 
 
+def _list_remedies(config: Config) -> str:
+    """Return what makes a rank smaller, and is not set yet."""
+    remedies = ["raise `learner.parallel`"]
+    if config.learner.recompute != "full":
+        remedies.append("set `learner.recompute` = full")
+    remedies.append("lower `learner.max_tokens_per_micro_batch`")
+    return f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
+
+
 def check_gpu_memory(config: Config, shape: ModelShape, plan: RunPlan) -> None:
     """Check that ranks and engines fit into GPUs of `cluster.gpu_gib`, by the plan's estimates."""
     if plan.device != "GPU":
@@ -55,8 +64,7 @@ def check_gpu_memory(config: Config, shape: ModelShape, plan: RunPlan) -> None:
             f"optimizer {(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations "
             f"{plan.rank.activations / GIB:.0f}"
             f"{f', teacher {plan.rank.teacher / GIB:.0f}' if plan.rank.teacher else ''}) of "
-            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set "
-            "`learner.recompute`, or lower `learner.max_tokens_per_micro_batch`. "
+            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: {_list_remedies(config)}. "
             f"{recommend_layout(shape, config, plan.tokens_per_step)}"
         )
     engine = plan.engine

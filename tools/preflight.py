@@ -210,9 +210,7 @@ START_CHECKS = (
     StartCheck("advantage", lambda start: _check_advantage(start.config), ("code",)),
     StartCheck("environment", lambda start: check_environment(start.config), ("code",)),
     StartCheck("rows", lambda start: _check_rows(start), ("code",), BOTH),
-    StartCheck(
-        "first episode", lambda start: run_on_shared_loop(try_environments(start.config)), ("code",)
-    ),
+    StartCheck("first episode", lambda start: _check_first_episode(start), ("code",)),
     StartCheck(
         "earlier run",
         lambda start: check_named_run(start.config, start.runs),
@@ -376,21 +374,27 @@ def _check_rows(start: StartRequest) -> None:
 # -- the environment -------------------------------------------------------------------------------
 
 
-async def try_environments(config: Config) -> None:
+def _check_first_episode(start: StartRequest) -> None:
+    start.notes += run_on_shared_loop(try_environments(start.config))
+
+
+async def try_environments(config: Config) -> list[str]:
     """Play one turn of each environment with the best answer it knows, or an empty one
-    if it knows none.
+    if it knows none, and return notes for the user.
 
     The best answer to a row is the row's own. Raises `ConfigError` if the environment breaks the
     protocol (a `step` that returns a tuple, a reward that is a text, None or not finite,
     `sys.exit`), or if it fails with its own best answer. Time-outs, connection errors, and errors
     with an empty answer are not judged: an empty answer may not be a valid one.
     """
+    notes = []
     for each in resolve_envs(config):
         if not is_agent(each.env):
-            await _try_environment(each.env)
+            notes += await _try_environment(each.env)
+    return notes
 
 
-async def _try_environment(env: EnvConfig) -> None:
+async def _try_environment(env: EnvConfig) -> list[str]:
     environment = build_environment_factory(env)()
     answer = ""
     said = "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
@@ -413,6 +417,10 @@ async def _try_environment(env: EnvConfig) -> None:
             raise ConfigError(
                 f"{said} fails with {whose}, {answer!r:.80}: {raised.line}"
             ) from error
+        return []
     finally:
         with contextlib.suppress(Exception):
             await close_environment(environment)
+    if is_dataset(env) and answer and result.reward == 0:
+        return [f"`reward` gives a row's own answer, {answer!r:.80}, 0"]
+    return []

@@ -9,7 +9,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -157,10 +157,35 @@ def _make_unknown_key_error(path: str, key: str, value: Any, names: Sequence[str
     names = names if path else [*names, *SHORTHAND_KEYS]
     # A section of another trainer (`trainer`) is like one of ours (`transport`) by chance.
     cutoff = 0.7 if isinstance(value, Mapping) and not path else 0.5
-    hint = did_you_mean(
-        key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff
-    )
+    known = f"valid here: {', '.join(names)}"
+    hint = did_you_mean(key, names, known, lambda near: f"`{prefix}{near}`", cutoff)
+    if hint == known and whole != f"{prefix}{key}":
+        return ConfigError(f"unknown key `{whole}`: no setting is known to be like it")
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
+
+
+def _list_unknown_keys(section: Any, table: Any, path: str) -> Iterator[ConfigError]:
+    """Yield an error for each unknown key of a section's table, and of its sections. A table that
+    is unknown has one for each of its values: who pastes another trainer's settings pastes many."""
+    if not _is_section(section) or not isinstance(table, Mapping):
+        return
+    fields = _field_types(section)
+    for key, value in table.items():
+        if key in fields:
+            yield from _list_unknown_keys(fields[key], value, f"{path}.{key}" if path else key)
+        else:
+            for single in _split_table(value):
+                yield _make_unknown_key_error(path, key, single, list(fields))
+
+
+def _split_table(value: Any) -> Iterator[Any]:
+    """Yield a table's values, each in tables of that one; anything else as it is."""
+    if not isinstance(value, Mapping) or not value:
+        yield value
+        return
+    for key, inner in value.items():
+        for single in _split_table(inner):
+            yield {key: single}
 
 
 def _convert_value(target_type: Any, value: Any, path: str) -> Any:
@@ -386,6 +411,9 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
 
 def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
     merged = functools.reduce(_merge_layer, (layer.data for layer in layers))
+    unknown = dict.fromkeys(map(str, _list_unknown_keys(Config, merged, "")))
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     return _convert_value(Config, _drop_unset_args(merged), "")
 
 

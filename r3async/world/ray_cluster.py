@@ -414,7 +414,8 @@ def _keep_sigterm_handler() -> Iterator[None]:
 def _connection_error_text(address: str | None, why: str) -> str:
     if not address:
         return (
-            f"Ray did not start on this machine: {why} Its logs are in /tmp/ray/session_latest/logs"
+            f"Ray did not start on this machine: {why} It waits 30 s, so on a busy machine repeat "
+            "the command. Its logs are in the newest /tmp/ray/session_*/logs"
         )
     return (
         f"the Ray cluster at {address} (`cluster.address`, or RAY_ADDRESS) cannot be reached: {why}"

@@ -1,5 +1,6 @@
 """What is refused before a run starts anything: a reward that its first row shows to be none."""
 
+import re
 import time
 
 import pytest
@@ -68,6 +69,21 @@ async def test_without_an_answer_of_the_row_only_what_it_returns_is_judged(tried
     await tried("return float(completion[0] == 'x')", "async def", rows)  # the empty answer may be none to it
     with pytest.raises(ConfigError, match=r"not '1\.0'"):
         await tried("return '1.0'", "async def", rows)
+
+
+async def test_a_reward_of_nothing_for_the_answer_of_the_row_is_noted(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    (tmp_path / "mine.py").write_text(
+        "def equal(completion, answer): return float(completion == int(answer))\n"
+        "def right(completion, answer): return float(completion == answer)\n"
+    )
+    of_row, other = (
+        load_config("math", [f"data={tmp_path / 'rows.jsonl'}", f"reward={tmp_path / 'mine.py'}:{name}"])
+        for name in ("equal", "right")
+    )
+    (note,) = await try_environments(of_row)
+    assert re.fullmatch("`reward` gives a row's own answer, '[46]', 0", note)
+    assert await try_environments(other) == []
 
 
 class Leaves:

@@ -15,6 +15,23 @@ from r3async.config.load import REMOVED_KEYS
 from r3async.config.shorthand import merge_tables
 
 
+def test_every_unknown_key_of_a_pasted_configuration_is_named():
+    pasted = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.load_format": "dummy",
+        "learner.lrr": 0.1,
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", [f"{key}={value}" for key, value in pasted.items()])
+    assert str(caught.value).splitlines() == [
+        "unknown key `learner.lrr`: did you mean `learner.lr`?",
+        "unknown key `algorithm.adv_estimator`: here it is `algorithm.advantage`",
+        "unknown key `actor_rollout_ref.rollout.n`: here it is `schedule.group_size`",
+        "unknown key `actor_rollout_ref.rollout.load_format`: no setting is known to be like it",
+    ]
+
+
 def test_the_resolved_configuration_loads_back_equal(tmp_path):
     config = load_config("quickstart", ["seed=9223372036854775807", "env.args.letters=5", "learner.betas=[0, 0.9]"])
     path = tmp_path / "config.toml"

@@ -135,7 +135,7 @@ PASTED = {
     "algorithm.kl_ctrl.target_kl=0.1": "none here; `algorithm.reference_kl.coef` is constant",
     "trainer.algorithm.clip_cov.clip_ratio=0.0002": "`algorithm.clip_cov.share=0.0002`",
     "trainer.placement.colocate_all=true": '`generator.colocate` ."share"',
-    "trainer.nothing.at_all=3": "unknown key `trainer`: valid here",
+    "trainer.nothing.at_all=3": "unknown key `trainer.nothing.at_all`: no setting is known to be like it",
     # a value of theirs for a setting of ours
     "algorithm.policy_loss=dppo_tv": 'there is none of that name; here it is `algorithm.policy_loss="dppo"`',
     "algorithm.reduction=seq-mean-token-mean": 'here it is `algorithm.reduction="sequence_mean"`',

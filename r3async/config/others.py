@@ -451,7 +451,7 @@ EQUIVALENT_SETTINGS = {
     **_each(
         "total_epochs num_train_epochs total_train_epochs max_num_epochs num_epoch num_episodes "
         "epochs",
-        "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
+        "steps: $value passes over N prompts are N * $value / `schedule.prompts_per_step`",
     ),
     # how far generation may be ahead
     **_each(

@@ -185,7 +185,11 @@ def norm_kernels_equal_native(dtype: torch.dtype) -> bool:
         # A sum is rounded once in both.
         torch.testing.assert_close(kernel[-1], native[-1], rtol=0, atol=0)
     except (AssertionError, AttributeError, RuntimeError) as error:
-        logger.warning("vLLM's norms stay in their native forms for %s: %s", dtype, error)
+        logger.info(
+            "vLLM's norms stay in their native forms for %s, whose kernels round otherwise here: %s",
+            dtype,
+            str(error).partition("\n")[0],
+        )
         return False
     return True
 

@@ -555,7 +555,7 @@ def eval_command(
     if policy == "model":
         path = save_result(what, result)
         if path is not None:
-            lines.append(f"kept as {path}")
+            lines.append(f"kept as {path.resolve()}")  # runs/latest is another run soon
     for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if json:

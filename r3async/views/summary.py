@@ -386,6 +386,17 @@ def _collect_values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [value for row in rows if (value := finite_or_none(row.get(name))) is not None]
 
 
+def _sum_seconds(times: Sequence[float], events: Sequence[dict[str, Any]]) -> float:
+    """Sum the seconds between `times` of records, without those from the end of a start to the
+    next start."""
+    starts = {
+        event.get("time")
+        for event in events
+        if event.get("event") == "lineage_began" and event.get("role") == "driver"
+    }
+    return sum(b - a for a, b in pairwise(sorted(times)) if b not in starts)
+
+
 def summarize_records(
     run_dir: Path,
     rows: Sequence[dict[str, Any]],
@@ -415,7 +426,7 @@ def summarize_records(
         steps_skipped=sum(why not in ("", ZERO_VARIANCE, ALL_EPISODES_FAILED) for why in kept_from),
         planned_steps=steps if isinstance(steps := config.get("steps"), int) else None,
         started_at=min(times) if times else None,
-        duration_seconds=max(times) - min(times) if times else None,
+        duration_seconds=_sum_seconds(times, events) if times else None,
         stats={
             metric.name: MetricStats.from_rows(rows, metric.name)
             for metric in METRICS.values()

@@ -126,6 +126,17 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
     assert view.history == summary.history
 
 
+def test_the_duration_of_a_run_is_that_of_its_starts(tmp_path: Path) -> None:
+    run = tmp_path / "resumed"
+    run.mkdir()
+    rows = [{"step": step, "time": time} for step, time in ((1, 120.0), (2, 140.0), (3, 5030.0), (4, 5060.0))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    starts = [{"event": "lineage_began", "role": "driver", "level": "info", "time": t} for t in (100.0, 5000.0)]
+    rewound = {"event": "lineage_began", "role": "conductor", "level": "info", "time": 5040.0}
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*starts, rewound]))
+    assert summarize_run(run).duration_seconds == (140 - 100) + (5060 - 5000)
+
+
 def test_summary_of_nothing(tmp_path: Path) -> None:
     summary = summarize_run(tmp_path)
     assert (summary.status, summary.steps, summary.duration_seconds) == ("unfinished", 0, None)

@@ -131,6 +131,10 @@ def test_cppo_narrows_with_the_drift_of_the_prefix_and_widens_with_the_position(
     wide = {"threshold": 0.14, "weight_min": 0.5, "budget": 1.0}
     given, p = ([1.3, 1.3, 1.3], [1, 1, 1]), [0.6, 0.6, 0.6]
     check("cppo", {"cppo": wide}, given, [0, -1.3, -1.3], clipped=[True, False, False], anchor=np.log(p).tolist())
+    # A prefix that has not moved leaves a budget, but the threshold stays.
+    strict = {"threshold": 0.2, "weight_min": 1.0, "budget": 1.0}
+    given, p = ([1.0, 1.0, 2.0], [1, 1, 1]), [0.1, 0.1, 0.3]
+    check("cppo", {"cppo": strict}, given, [-1, -1, 0], clipped=[False, False, True], anchor=np.log(p).tolist())
 
 
 def test_a_prefix_of_cppo_is_in_the_order_of_turns():

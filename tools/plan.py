@@ -216,7 +216,7 @@ def _note_faster_layout(
         return ""
     return (
         f"{found.tokens_per_second:,.0f} tokens/s a GPU, in {found.memory.total_bytes / GIB:.0f} "
-        f"GiB, by the same estimate: [learner] {found.describe_settings()}"
+        f"GiB, by the same estimate: {found.describe_settings()}"
     )
 
 

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"unit", "sim", "ranks", "engine", "gpu", "ray", "tools"}
+FOLDERS = {"unit", "sim", "ranks", "engine", "gpu", "ray", "tools", "dev"}
 
 
 def tracked() -> list[Path]:

@@ -80,7 +80,7 @@ def test_the_chosen_layout_fits_and_is_as_fast_as_any_that_fits():
 def test_a_slower_layout_is_named_with_the_faster_one():
     slow = load_config("moe_30b_r3", ["learner.recompute=full"])
     notes = make_run_plan(slow).notes
-    assert any("by the same estimate: [learner] parallel = { dp = 4, tp = 2" in note for note in notes)
+    assert any("by the same estimate: 'learner.parallel={ dp = 4, tp = 2" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", [p.stem for p in list_preset_paths() if p.stem in ("dense_7b",) or "moe" in p.stem])

@@ -131,6 +131,9 @@ def test_cppo_narrows_with_the_drift_of_the_prefix_and_widens_with_the_position(
     wide = {"threshold": 0.14, "weight_min": 0.5, "budget": 1.0}
     given, p = ([1.3, 1.3, 1.3], [1, 1, 1]), [0.6, 0.6, 0.6]
     check("cppo", {"cppo": wide}, given, [0, -1.3, -1.3], clipped=[True, False, False], anchor=np.log(p).tolist())
+    # The budget is weighted, too: 1.75 of it before the third token, of which 1.75 times 0.12 are used.
+    weighted, p = {"threshold": 0.08, "weight_min": 0.5, "budget": 0.1}, [0.4] * 3
+    check("cppo", {"cppo": weighted}, given, [0, 0, 0], clipped=[True] * 3, anchor=np.log(p).tolist())
     # A prefix that has not moved leaves a budget, but the threshold stays.
     strict = {"threshold": 0.2, "weight_min": 1.0, "budget": 1.0}
     given, p = ([1.0, 1.0, 2.0], [1, 1, 1]), [0.1, 0.1, 0.3]

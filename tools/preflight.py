@@ -410,10 +410,12 @@ async def _try_environment(env: EnvConfig) -> list[str]:
     except (Exception, SystemExit) as error:
         raised = summarize_error(error)
         if isinstance(error, EnvironmentProtocolError | SystemExit):
-            where = "on its first row" if is_dataset(env) else "in its first episode"
+            where = (
+                "on the first row that it was given" if is_dataset(env) else "in its first episode"
+            )
             raise ConfigError(f"{said} failed {where}: {raised.line}") from error
         if answer and not raised.passing:
-            whose = "the first row's own answer" if is_dataset(env) else "its own best answer"
+            whose = "a row's own answer" if is_dataset(env) else "its own best answer"
             raise ConfigError(
                 f"{said} fails with {whose}, {answer!r:.80}: {raised.line}"
             ) from error

@@ -164,12 +164,25 @@ def _make_unknown_key_error(path: str, key: str, value: Any, names: Sequence[str
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 
 
-def _list_unknown_keys(section: Any, table: Any, path: str) -> Iterator[ConfigError]:
+def _build_section(kind: Any, data: Any, path: str) -> Any:
+    """Build section `kind` from plain data. Raises `ConfigError` for all unknown keys together, or
+    for the first value that cannot be."""
+    unknown = dict.fromkeys(map(str, _list_unknown_keys(kind, data, path)))
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    return _convert_value(kind, data, path)
+
+
+def _list_unknown_keys(kind: Any, table: Any, path: str) -> Iterator[ConfigError]:
     """Yield an error for each unknown key of a section's table, and of its sections. A table that
     is unknown has one for each of its values: who pastes another trainer's settings pastes many."""
-    if not _is_section(section) or not isinstance(table, Mapping):
+    if not isinstance(table, Mapping):
         return
-    fields = _field_types(section)
+    fields = _field_types(kind) if _is_section(kind) else {}
+    if typing.get_origin(kind) is dict and _is_section(typing.get_args(kind)[1]):
+        fields = dict.fromkeys(table, typing.get_args(kind)[1])  # sections by name
+    elif not fields:
+        return
     for key, value in table.items():
         if key in fields:
             yield from _list_unknown_keys(fields[key], value, f"{path}.{key}" if path else key)
@@ -189,7 +202,8 @@ def _split_table(value: Any) -> Iterator[Any]:
 
 
 def _convert_value(target_type: Any, value: Any, path: str) -> Any:
-    """Build section `target_type` from plain data. Every error names the dotted path of its key."""
+    """Convert plain data, of whose sections all keys are known. Every error names the dotted path
+    of its key."""
     if typing.get_origin(target_type) is dict:
         inner = typing.get_args(target_type)[1]
         if _is_section(inner):
@@ -220,8 +234,6 @@ def _convert_value(target_type: Any, value: Any, path: str) -> Any:
     fields = _field_types(target_type)
     built = {}
     for key, inner in value.items():
-        if key not in fields:
-            raise _make_unknown_key_error(path, key, inner, list(fields))
         built[key] = _convert_value(fields[key], inner, f"{path}.{key}" if path else key)
     try:
         return target_type(**built)
@@ -320,7 +332,7 @@ def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
     if not env.args:
         raise ConfigError("`env.name` = 'mix' without environments: set [[env]], once for each")
     return {
-        label: _convert_value(EnvEntryConfig, entry, f"env.args.{label}")
+        label: _build_section(EnvEntryConfig, entry, f"env.args.{label}")
         for label, entry in sorted(env.args.items())
     }
 
@@ -337,7 +349,7 @@ def resolve_envs(config: Config) -> list[RunEnv]:
 def parse_data_config(args: Mapping[str, Any]) -> DataConfig:
     """Return the `env.args` of a dataset as a section. Raises `ConfigError` that
     names `data.KEY`."""
-    return _convert_value(DataConfig, args, "data")
+    return _build_section(DataConfig, args, "data")
 
 
 def preset_directory() -> Path:
@@ -411,10 +423,7 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
 
 def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
     merged = functools.reduce(_merge_layer, (layer.data for layer in layers))
-    unknown = dict.fromkeys(map(str, _list_unknown_keys(Config, merged, "")))
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-    return _convert_value(Config, _drop_unset_args(merged), "")
+    return _build_section(Config, _drop_unset_args(merged), "")
 
 
 def _refuse_unread_settings(
@@ -558,7 +567,7 @@ def refuse_literal_secrets(config: Config, overrides: Sequence[str]) -> None:
 
 
 def config_from_dict(data: Mapping[str, Any]) -> Config:
-    return _convert_value(Config, data, "")
+    return _build_section(Config, data, "")
 
 
 def config_from_saved(saved: Mapping[str, Any]) -> Config:

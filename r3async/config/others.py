@@ -263,7 +263,7 @@ EVALUATION_VALUES = {
 """Settings of others for the sampling of evaluations, in sections of their own."""
 
 
-def _each(names: str, words: str) -> dict[str, str]:
+def _for_names(names: str, words: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), words)
 
 
@@ -378,20 +378,20 @@ EQUIVALENT_SETTINGS = {
     "decay_steps": "learner.lr_schedule: it decays from the warm-up to the last update",
     "warmup_style": "learner.lr_schedule: the warm-up is `learner.warmup_steps` before any of them",
     "min_lr": "learner.min_lr_ratio: a share of `learner.lr`",
-    **_each(
+    **_for_names(
         "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio warmup_steps_proportion",
         "learner.warmup_steps: a number of steps",
     ),
-    **_each(
+    **_for_names(
         "adam_beta1 adam_beta2 betas1 betas2 beta1 beta2", "learner.betas: both, as [0.9, 0.95]"
     ),
-    **_each("bf16 fp16", 'learner.dtype: "bfloat16" or "float32"'),
-    **_each(
+    **_for_names("bf16 fp16", 'learner.dtype: "bfloat16" or "float32"'),
+    **_for_names(
         "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing "
         "recompute_granularity recompute_modules",
         'learner.recompute: "none", "selective" (MoE layers) or "full"',
     ),
-    **_each(
+    **_for_names(
         "param_offload cpu_offload fsdp_cpu_offload",
         "- weights stay on the GPU; `learner.offload_moments` keeps Adam's moments in host memory",
     ),
@@ -404,7 +404,7 @@ EQUIVALENT_SETTINGS = {
     "train_batch_size": (
         f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}. OpenRLHF counts the episodes of an update"
     ),
-    **_each(
+    **_for_names(
         "rollout_batch_size num_prompts_per_step consumer_batch_size",
         f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
     ),
@@ -414,32 +414,32 @@ EQUIVALENT_SETTINGS = {
     "generation_batch_size": (
         "schedule.prompts_per_step: $value / `num_generations`, since TRL counts completions"
     ),
-    **_each(
+    **_for_names(
         "per_device_train_batch_size micro_batch_size ppo_micro_batch_size "
         "ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu "
         "micro_forward_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
         "micro_train_batch_size micro_rollout_batch_size train_micro_batch_size",
         f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     ),
-    **_each(
+    **_for_names(
         "log_prob_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu "
         "log_probs_max_tokens_per_gpu",
         "learner.max_tokens_per_micro_batch: of all passes",
     ),
-    **_each(
+    **_for_names(
         "use_dynamic_bsz log_prob_use_dynamic_bsz use_sample_packing packing packing_samples "
         "use_dynamic_batch use_dynamic_batch_size use_remove_padding balance_batch balance_data",
         _PACKING_NOTE,
     ),
-    **_each(
+    **_for_names(
         "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
         f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
     ),
-    **_each(
+    **_for_names(
         "ppo_mini_batch_size policy_mini_batch_size",
         f"schedule.minibatches_per_step: {_PROMPTS_OF_UPDATE_NOTE}",
     ),
-    **_each(
+    **_for_names(
         "global_batch_size train_global_batch_size",
         "schedule.minibatches_per_step: a step's episodes / $value, since there it is an update's",
     ),
@@ -448,30 +448,30 @@ EQUIVALENT_SETTINGS = {
         "micro-steps: equal, as by default, they make 1 update of a generation"
     ),
     "max_steps": f"steps: {_COUNT_OF_UPDATES_NOTE}",
-    **_each(
+    **_for_names(
         "total_epochs num_train_epochs total_train_epochs max_num_epochs num_epoch num_episodes "
         "epochs",
         "steps: $value passes over N prompts are N * $value / `schedule.prompts_per_step`",
     ),
     # how far generation may be ahead
-    **_each(
+    **_for_names(
         "staleness_threshold async_generation_ratio",
         "schedule.max_staleness: versions, not a share",
     ),
-    **_each(
+    **_for_names(
         "async_train fully_async async_grpo.enabled", "schedule.max_staleness: 0 is synchronous"
     ),
     "partial_rollout": 'generator.on_update: with "keep", as by default, answers continue under the new weights',
     "mask_offpolicy_in_partial_rollout": (
         "schedule.max_token_age: older tokens are left out of the policy loss"
     ),
-    **_each(
+    **_for_names(
         "parameter_sync_step weight_sync_steps",
         "schedule.steps_per_publication: steps, not updates",
     ),
     # the algorithm
     "beta": f"algorithm.reference_kl.coef=$value: {_WEIGHTED_NOTE}",
-    **_each(
+    **_for_names(
         "use_bias_correction_kl use_unbiased_kl",
         f"algorithm.reference_kl.weighted=$value: {_WEIGHTED_NOTE}",
     ),
@@ -484,21 +484,21 @@ EQUIVALENT_SETTINGS = {
         "`use_on_policy_kl_approximation` is on"
     ),
     "use_kl_loss": "algorithm.reference_kl.coef: 0 is none",
-    **_each(
+    **_for_names(
         "use_kl_in_reward kl_penalty",
         "- KL is a term of the loss, never of the reward: `algorithm.reference_kl.coef`",
     ),
-    **_each(
+    **_for_names(
         "kl_loss_type kl_estimator_type kl.estimator kl_estimator",
         "algorithm.reference_kl.weighted=false: k3 without a weight, as there",
     ),
     **_with_values(
         ("kl_loss_type", "kl_estimator_type", "kl_estimator", "kl.estimator"), KL_VALUES
     ),
-    **_each(
+    **_for_names(
         "kl_ctl kl_penalty_coef", "algorithm.reference_kl.coef: in the loss, not in the reward"
     ),
-    **_each(
+    **_for_names(
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_update_interval "
         "update_ref_every_epoch",
         "- the reference is always the start model",
@@ -506,32 +506,34 @@ EQUIVALENT_SETTINGS = {
     "coef_min": (
         "algorithm.rollout_kl.coef: the adapted coefficient never falls below where it starts"
     ),
-    **_each("target_kl kl_target kl_ctrl.type kl_ctrl.horizon kl_horizon", _REFERENCE_TARGET_NOTE),
-    **_each(
+    **_for_names(
+        "target_kl kl_target kl_ctrl.type kl_ctrl.horizon kl_horizon", _REFERENCE_TARGET_NOTE
+    ),
+    **_for_names(
         "clip_range clip_ratio cliprange epsilon eps_clip",
         "algorithm.ppo.clip_low=$value + algorithm.ppo.clip_high=$value: with "
         '`algorithm.policy_loss="ppo"`. GSPO, CISPO and DPPO have their own sections',
     ),
-    **_each(
+    **_for_names(
         "epsilon_low clip_ratio_low eps_clip_low ratio_clip_min",
         f"algorithm.ppo.clip_low=$value: {_CLIP_LOW_NOTE}",
     ),
-    **_each(
+    **_for_names(
         "clip_ratio_high eps_clip_high eps_clip_higher ratio_clip_max",
         f"algorithm.ppo.clip_high=$value: {_CLIP_HIGH_NOTE}",
     ),
-    **_each("epsilon_high clip_eps_high", f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}"),
+    **_for_names("epsilon_high clip_eps_high", f"algorithm.ppo.clip_high=$value: {_CAP_NOTE}"),
     "eps_clip_low_high": (
         "algorithm.ppo.clip_low + algorithm.ppo.clip_high: of CISPO the second number is the cap "
         "itself there, and `algorithm.cispo.clip_high` is 1 less"
     ),
     "clip_ratio_c": "algorithm.ppo.dual_clip=$value: off by default, where verl and SkyRL have 3",
     "eps_clip_c": "algorithm.ppo.dual_clip=$value: miles reads it, and uses it for nothing",
-    **_each("c_clip dual_clip delta ratio_clip_c", "algorithm.ppo.dual_clip=$value"),
+    **_for_names("c_clip dual_clip delta ratio_clip_c", "algorithm.ppo.dual_clip=$value"),
     "delta_low": 'algorithm.dppo.threshold_low=$value: with `dppo_type="binary_tv"`',
     "delta_high": 'algorithm.dppo.threshold_high=$value: with `dppo_type="binary_tv"`',
-    **_each("dppo_mask_low ipo_mask_low", "algorithm.dppo.threshold_low=$value"),
-    **_each("dppo_mask_high ipo_mask_high", "algorithm.dppo.threshold_high=$value"),
+    **_for_names("dppo_mask_low ipo_mask_low", "algorithm.dppo.threshold_low=$value"),
+    **_for_names("dppo_mask_high ipo_mask_high", "algorithm.dppo.threshold_high=$value"),
     "kl_tau": "algorithm.rollout_kl.coef: twice the number, since k2 is half the squared log-ratio",
     "dppo_type=binary_tv": 'algorithm.policy_loss="dppo"',
     "dppo_type": LOSS_VALUES["binary_kl"],
@@ -541,22 +543,22 @@ EQUIVALENT_SETTINGS = {
     "cispo_anchor=old": 'algorithm.anchor="recomputed"',
     "cispo_anchor=rollout": 'algorithm.anchor="rollout"',
     "use_entropy_loss": "algorithm.entropy_coef: 0 is none; SkyRL's is 0.01 when it is on",
-    **_each("use_adaptive_entropy entropy_target entropy_coef_delta", _ADAPTIVE_NOTE),
+    **_for_names("use_adaptive_entropy entropy_target entropy_coef_delta", _ADAPTIVE_NOTE),
     "top_entropy_quantile": "- tokens are not chosen by their entropy; all are trained",
     "loss_type": "algorithm.policy_loss: what it is a mean over is `algorithm.reduction`",
     **_with_values(("loss_type", "loss_mode", "policy_loss_type", "policy_loss"), LOSS_VALUES),
     "loss_agg_mode": 'algorithm.reduction: "token_mean", "sequence_mean" and others',
     **_with_values(("loss_agg_mode", "loss_reduction", "reduction"), REDUCTION_VALUES),
-    **_each(
+    **_for_names(
         "loss_scale_factor algorithm.max_seq_len",
         f'algorithm.reduction="sequence_mean_token_sum_norm": {_LOSS_SCALE_NOTE}',
     ),
-    **_each(
+    **_for_names(
         "calculate_per_token_loss token_level_loss",
         'algorithm.reduction="token_mean": "sequence_mean" if it is false',
     ),
     "importance_sampling_level": 'algorithm.policy_loss: "gspo" is by sequence',
-    **_each(
+    **_for_names(
         "importance_sampling_level=sequence sequence_level_importance_ratios", LOSS_VALUES["gspo"]
     ),
     "importance_sampling_level=token": '- every `algorithm.policy_loss` but "gspo" is by token',
@@ -564,7 +566,7 @@ EQUIVALENT_SETTINGS = {
         ("adv_estimator", "advantage_estimator", "advantage.estimator", "advantage"),
         ADVANTAGE_VALUES,
     ),
-    **_each(
+    **_for_names(
         "scale_rewards norm_adv_by_std_in_grpo grpo_norm_by_std normalize_rewards",
         _SCALED_BY_DEVIATION,
     ),
@@ -572,7 +574,7 @@ EQUIVALENT_SETTINGS = {
         'algorithm.advantage: "rloo" leaves the answer out of its mean; with `normalize_rewards` '
         'the nearest is "grpo", which includes it'
     ),
-    **_each("scale_rewards=none scale_rewards=false", 'algorithm.advantage="dr_grpo"'),
+    **_for_names("scale_rewards=none scale_rewards=false", 'algorithm.advantage="dr_grpo"'),
     "scale_rewards=batch": (
         'algorithm.advantage="reinforce_pp_baseline": the group\'s mean, then mean and deviation '
         "of the batch's tokens; TRL's deviation is of the batch's scores"
@@ -580,11 +582,11 @@ EQUIVALENT_SETTINGS = {
     "multi_objective_aggregation": "- rewards are added by their weights, and then compared",
     "reward_norm": "algorithm.advantage: AReaL's default, none, has no baseline at all",
     "adv_norm": 'algorithm.advantage: "reinforce_pp" and "reinforce_pp_baseline" scale by the batch',
-    **_each(
+    **_for_names(
         "advantage_batch_normalize normalize_advantages",
         'algorithm.advantage="reinforce_pp_baseline": after the group\'s mean',
     ),
-    **_each(
+    **_for_names(
         "reward_scaling reward_bias reward_clip reward.clip_range reward_clip_range",
         _NOT_SCALED_NOTE,
     ),
@@ -592,11 +594,11 @@ EQUIVALENT_SETTINGS = {
     "zero_reward_on_non_stop": (
         "algorithm.overlong_filter: leaves cut answers out; a reward of 0 is your `reward`'s to give"
     ),
-    **_each(
+    **_for_names(
         "overlong_buffer.enable overlong_reward_penalty",
         "algorithm.overlong_penalty.buffer: 0 is none",
     ),
-    **_each(
+    **_for_names(
         "overlong_buffer.penalty_factor overlong_penalty_factor",
         "algorithm.overlong_penalty.factor: longer answers than the maximum stay at it",
     ),
@@ -604,17 +606,17 @@ EQUIVALENT_SETTINGS = {
         "- scores are equal within 5e-7 of the largest, which is rounding: "
         "`algorithm.filter_zero_variance`"
     ),
-    **_each(
+    **_for_names(
         "dynamic_filtering_enable dynamic_filtering filter_groups.enable dynamic_sampling "
         "dynamic_sampling.type dynamic_sampling_filter_path over_sampling_batch_size "
         "gen_batch_size online_difficulty_filtering",
         "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     ),
-    **_each(
+    **_for_names(
         "dynamic_filtering_reward_range filter_groups.metric",
         "- groups are left out if all their scores are equal: `algorithm.filter_zero_variance`",
     ),
-    **_each(
+    **_for_names(
         "max_num_gen_batches max_sample_batches", "schedule.replaced_groups: groups, not batches"
     ),
     "easy_threshold": "schedule.difficulty.easy: with `schedule.difficulty.settled_share` below 1",
@@ -625,13 +627,15 @@ EQUIVALENT_SETTINGS = {
         'algorithm.truncated_pg.cap: the loss that was "tis" is "truncated_pg", and '
         '"tis" is now Yao\'s'
     ),
-    **_each(
+    **_for_names(
         "tis_imp_ratio_cap token_tis_ratio_clip_high tis_clip truncated_importance_sampling "
         "vllm_is_truncated_threshold",
         'algorithm.tis.cap=$value: with `algorithm.policy_loss="tis"`',
     ),
     "tis_clip_low": "- weights have a cap, and no lower bound: `algorithm.tis.cap`",
-    **_each("use_tis enable_vllm_is_correction", 'algorithm.policy_loss="tis": cap 2, as there'),
+    **_for_names(
+        "use_tis enable_vllm_is_correction", 'algorithm.policy_loss="tis": cap 2, as there'
+    ),
     "use_importance_sampling_correction": (
         'algorithm.correction.weight="token": without a truncation there, so with `weight_cap=1e9`'
     ),
@@ -675,18 +679,18 @@ EQUIVALENT_SETTINGS = {
         'algorithm.correction.weight="sequence" + algorithm.correction.product_high: 3 there by '
         "default. The ratio is also the weight, so with `weight_cap=1e9`"
     ),
-    **_each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", _TRL_CAP),
+    **_for_names("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", _TRL_CAP),
     "vllm_importance_sampling_clip_min": (
         f'algorithm.correction.product_low=$value: {_TRL_WEIGHTS_NOTE}. With "token_mask" it is '
         "`algorithm.correction.icepop_low=$value`; truncated weights have no lower bound"
     ),
-    **_each("off_policy_mask_threshold opsm_delta", _OFF_POLICY_NOTE),
+    **_for_names("off_policy_mask_threshold opsm_delta", _OFF_POLICY_NOTE),
     "use_opsm": "algorithm.correction.geometric_low: for answers of either sign",
     "rollout_is": (
         'algorithm.correction.weight="$value": with `algorithm.policy_loss="ppo"`, `anchor` and '
         '`correction.numerator` "recomputed"'
     ),
-    **_each("rollout_is=null rollout_is=none", 'algorithm.correction.weight="none"'),
+    **_for_names("rollout_is=null rollout_is=none", 'algorithm.correction.weight="none"'),
     "rollout_is_threshold": (
         'algorithm.correction.weight_cap=$high: a band such as "0.5_2.0" also leaves tokens out, '
         "here `icepop_low` and `icepop_high` of `algorithm.correction`, beside the weight"
@@ -730,7 +734,7 @@ EQUIVALENT_SETTINGS = {
         'algorithm.policy_loss="tis" + algorithm.tis.cap=5: AReaL\'s default leaves '
         f"tokens out above 5, which is `algorithm.correction.icepop_high=5`, {_OLD_RATIO_NOTE}"
     ),
-    **_each("behav_imp_weight_cap behave_imp_weight_cap", "algorithm.tis.cap=$value"),
+    **_for_names("behav_imp_weight_cap behave_imp_weight_cap", "algorithm.tis.cap=$value"),
     "rejection_sampling.upper": (
         f'algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}, for `action="mask"`; of '
         '"clamp" it is `algorithm.tis.cap=$value`'
@@ -741,13 +745,13 @@ EQUIVALENT_SETTINGS = {
         "algorithm.correction.geometric_low + algorithm.correction.geometric_high: of "
         '"geometric"; of "product" product_low and product_high'
     ),
-    **_each("clip_cov_ratio clip_cov.clip_ratio", "algorithm.clip_cov.share=$value"),
+    **_for_names("clip_cov_ratio clip_cov.clip_ratio", "algorithm.clip_cov.share=$value"),
     "clip_cov_lb": "algorithm.clip_cov.low=$value",
     "clip_cov_ub": "algorithm.clip_cov.high=$value",
-    **_each("kl_cov_ratio kl_cov_frac", "algorithm.kl_cov.share=$value"),
+    **_for_names("kl_cov_ratio kl_cov_frac", "algorithm.kl_cov.share=$value"),
     "ppo_kl_coef": 'algorithm.kl_cov.coef=$value: of `policy_loss="kl_cov"`',
     "m2_threshold": 'algorithm.m2po.limit=$value: of `policy_loss="m2po"`',
-    **_each(
+    **_for_names(
         "rollout_token_veto_threshold outlier_token_is_threshold_low",
         f"algorithm.correction.veto_low=$value: with {_OLD_RATIO_NOTE}",
     ),
@@ -762,7 +766,7 @@ EQUIVALENT_SETTINGS = {
     "product_mask_high": f"algorithm.correction.product_high=$value: with {_OLD_RATIO_NOTE}",
     "token_mask_is_threshold_low": f"algorithm.correction.icepop_low=$value: with {_OLD_RATIO_NOTE}",
     "token_mask_is_threshold_high": f"algorithm.correction.icepop_high=$value: with {_OLD_RATIO_NOTE}",
-    **_each(
+    **_for_names(
         "is_correction_level is_correction_threshold",
         'algorithm.correction.icepop_low + algorithm.correction.icepop_high: by token; "seq" has '
         'product_low and product_high, "geo" geometric_low and geometric_high',
@@ -770,28 +774,28 @@ EQUIVALENT_SETTINGS = {
     "is_correction_mode": (
         'algorithm.correction.icepop_high: of "mask"; "trunc" is `algorithm.policy_loss="tis"`'
     ),
-    **_each(
+    **_for_names(
         "router_replay enable_router_replay moe_enable_routing_replay "
         "enable_rollout_routing_replay use_rollout_routing_replay",
         'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     ),
     "router_replay.mode": 'routing.replay: "rollout" is R3, "learner" is R2',
     "use_routing_replay": 'routing.replay="learner": R2, as in slime and miles',
-    **_each(
+    **_for_names(
         "gamma discount",
         "- rewards are not discounted: how they are credited is `algorithm.credit`",
     ),
-    **_each(
+    **_for_names(
         "lam lambd gae_lambda vf_coef critic critic_warmup value_clip cliprange_value "
         "critic_learning_rate",
         _NO_CRITIC_NOTE,
     ),
     # sampling
-    **_each(
+    **_for_names(
         "top_k rollout_top_k",
         "episode.top_k: 0 is all tokens; verl, SkyRL and slime have -1 for it",
     ),
-    **_each(
+    **_for_names(
         "repetition_penalty frequency_penalty",
         "- a penalty depends on what was sampled before: the learner computes no such distribution",
     ),
@@ -800,36 +804,36 @@ EQUIVALENT_SETTINGS = {
         for section in ("val_kwargs", "eval_sampling_params", "eval.sampling", "eval_gconfig")
         for name, words in EVALUATION_VALUES.items()
     },
-    **_each("stop rollout_stop stop_strings", "episode.stop: a list"),
-    **_each(
+    **_for_names("stop rollout_stop stop_strings", "episode.stop: a list"),
+    **_for_names(
         "max_user_turns max_tool_calling_iterations",
         "episode.max_turns: the model's turns, one more than these",
     ),
     # engines
-    **_each(
+    **_for_names(
         "tensor_parallel_size tensor_model_parallel_size rollout_num_gpus_per_engine",
         f"generator.engine_args.tensor_parallel_size: {_ENGINE_TP_NOTE}",
     ),
     "sequence_parallel": "- it is always on where `learner.parallel.tp` is above 1",
     "fsdp_size": 'learner.parallel.dp: with `learner.backend="torch"`',
-    **_each(
+    **_for_names(
         "num_inference_engines num_engines rollout_num_engines num_generators vllm_num_engines",
         f"generator.count: {_ENGINE_COUNT_NOTE}",
     ),
-    **_each(
+    **_for_names(
         "max_num_seqs max_concurrent max_concurrent_rollouts max_inflight_rollouts "
         "max_inflight_tasks async_max_concurrent_samples",
         "generator.concurrency: episodes of one generator",
     ),
-    **_each(
+    **_for_names(
         "use_vllm rollout.name rollout.mode generator.backend generation.backend",
         '- generators always sample with vLLM: `generator.engine="vllm"` is the default',
     ),
-    **_each(
+    **_for_names(
         "vllm_mode colocate_all colocate_all_models colocate colocated.enabled",
         'generator.colocate: "share" puts engines on the learner\'s GPUs if there are too few for both',
     ),
-    **_each(
+    **_for_names(
         "free_cache_engine vllm_enable_sleep_mode vllm_enable_sleep",
         "- engines always keep their memory: `generator.engine_args.gpu_memory_utilization`",
     ),
@@ -837,7 +841,7 @@ EQUIVALENT_SETTINGS = {
         "generator.count: engines, so $value / `tensor_model_parallel_size`"
     ),
     "rollout_num_gpus": "generator.count: engines, so $value / `rollout_num_gpus_per_engine`",
-    **_each(
+    **_for_names(
         "n_gpus_per_node nnodes num_nodes num_gpus_per_node gpus_per_node "
         "actor_num_gpus_per_node actor_num_nodes policy_num_gpus_per_node policy_num_nodes",
         "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",
@@ -849,49 +853,49 @@ EQUIVALENT_SETTINGS = {
     "strategy": 'learner.backend: "megatron" or "torch" (FSDP2)',
     "environment": "env.name: with arguments in `env.args`",
     # rows
-    **_each(
+    **_for_names(
         "train_files train_file train_data train_data_path train_path train_dataset "
         "train_dataset.path dataset dataset_name dataset_path prompt_data",
         f"data.path: {_DATA_NOTE}",
     ),
-    **_each(
+    **_for_names(
         "val_files val_data val_data_path val_dataset valid_dataset validation_file "
         "eval_dataset eval_data eval_prompt_data dataset_test_split",
         f"data.eval: {_EVAL_NOTE}",
     ),
-    **_each("prompt_key input_key prompt_column", f"data.prompt: {_PROMPT_NOTE}"),
-    **_each("label_key answer_key output_key", "data.answer: a column"),
-    **_each(
+    **_for_names("prompt_key input_key prompt_column", f"data.prompt: {_PROMPT_NOTE}"),
+    **_for_names("label_key answer_key output_key", "data.answer: a column"),
+    **_for_names(
         "shuffle shuffle_dataset rollout_shuffle",
         "- rows are in an order of each epoch, which follows from `seed`",
     ),
-    **_each(
+    **_for_names(
         "filter_overlong_prompts truncation",
         "episode.max_prompt_tokens: longer prompts are always left out, and counted",
     ),
-    **_each(
+    **_for_names(
         "apply_chat_template return_raw_chat",
         "- prompts are always shown through the model's chat template",
     ),
     # rewards
-    **_each(
+    **_for_names(
         "custom_reward_function custom_reward_function.path custom_reward_function.name "
         "custom_rm_path reward_fn reward_function reward_manager",
         f"reward: {_REWARD_NOTE}",
     ),
-    **_each("reward_funcs reward_functions", f"reward: {_REWARD_NOTE}, or a list of them"),
+    **_for_names("reward_funcs reward_functions", f"reward: {_REWARD_NOTE}, or a list of them"),
     "rm_type": 'reward: "exact", "contains", "number", "math", or your function',
     "reward_weights": 'reward: a list of { fn = "file.py:function", weight = 1.0 }',
-    **_each(
+    **_for_names(
         "reward_model reward_model_path reward_model_name_or_path reward_pretrain remote_rm_url "
         "rm_url",
         _REWARD_MODEL_NOTE,
     ),
-    **_each(
+    **_for_names(
         "ref_model ref_load", "algorithm.reference_kl.coef: the reference is always the start model"
     ),
     # adapters
-    **_each(
+    **_for_names(
         "peft_config use_peft use_lora enable_lora lora_r lora_rank lora_config lora_cfg lora "
         "lora.r lora.rank lora.dim lora_cfg.dim",
         f"learner.lora.rank: {_ADAPTER_NOTE}",
@@ -899,14 +903,14 @@ EQUIVALENT_SETTINGS = {
     "use_rslora": (
         "learner.lora.alpha: outputs are multiplied by alpha / rank, so larger by the root of the rank"
     ),
-    **_each(
+    **_for_names(
         "target_modules lora_target_modules lora.target_modules",
         'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
     ),
-    **_each("lora_dropout lora.dropout", _DROPOUT_NOTE),
+    **_for_names("lora_dropout lora.dropout", _DROPOUT_NOTE),
     # keeping, watching
     "output_dir": "- it is runs/NAME: choose the place with --runs, and the `name`",
-    **_each("report_to logger log_with", 'log.to: a list, as ["wandb"]'),
+    **_for_names("report_to logger log_with", 'log.to: a list, as ["wandb"]'),
     "save_steps": f"checkpoint.every_steps: {_COUNT_OF_UPDATES_NOTE}",
     "eval_steps": f"evaluation.every_steps: {_COUNT_OF_UPDATES_NOTE}",
     "val_only": "- `r3async eval` evaluates a model",

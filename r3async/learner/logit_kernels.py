@@ -34,7 +34,7 @@ def summarize_rows(
     """
     rows, width = logits.shape
     figures = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
-    _summarize[(rows,)](
+    _summarize_row[(rows,)](
         logits,
         temperatures,
         columns,
@@ -71,7 +71,7 @@ def write_gradients(
     """
     rows, width = logits.shape
     out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    _differentiate[(rows,)](
+    _write_gradient_of_row[(rows,)](
         logits,
         temperatures,
         columns,
@@ -90,7 +90,7 @@ def write_gradients(
 
 
 @triton.jit
-def _summarize(
+def _summarize_row(
     logits: Any,
     temperatures: Any,
     columns: Any,
@@ -141,7 +141,7 @@ def _summarize(
 
 
 @triton.jit
-def _differentiate(
+def _write_gradient_of_row(
     logits: Any,
     temperatures: Any,
     columns: Any,

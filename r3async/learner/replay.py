@@ -96,9 +96,13 @@ class RowExchange(NamedTuple):
     received_by_expert: Tensor
 
 
-class _Choice(NamedTuple):
-    """What a router used, int64 `[n, K]`, and bool `[n]`: its own choice is the recorded set; None
-    without records."""
+class _UncountedChoice(NamedTuple):
+    """A router's choice that `count_choices` has not counted.
+
+    Attributes:
+        used: int64 `[n, K]`: the experts that it used.
+        is_recorded_set: bool `[n]`: its own choice is the recorded set; None without records.
+    """
 
     used: Tensor
     is_recorded_set: Tensor | None
@@ -139,7 +143,7 @@ class MicroBatchRoutes:
         self._chosen_before: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
         """What each router replayed in the forward pass, in a narrow dtype, if that pass
         will be recomputed."""
-        self._uncounted: dict[int, _Choice] = {}
+        self._uncounted: dict[int, _UncountedChoice] = {}
         """By router: choices of the forward pass that `count_choices` has not counted."""
         self.exchanges: dict[int, RowExchange] = {}
         """What each router's dispatcher exchanges with other ranks. A recomputed
@@ -273,7 +277,7 @@ class MicroBatchRoutes:
         if count:
             if router in self._uncounted:
                 self.count_choices()
-            self._uncounted[router] = _Choice(used, same)
+            self._uncounted[router] = _UncountedChoice(used, same)
             if self.keeps_choices:
                 self.preferred_experts[router] = preferred
                 self.used_experts[router] = used
@@ -285,8 +289,8 @@ class MicroBatchRoutes:
 
     @torch.no_grad()
     def count_choices(self) -> None:
-        """Add the choices since the last call to `RoutingReplay.counts`: of all routers at once,
-        since a GPU takes as long to start a small operation as to run it."""
+        """Count the choices that were made since the last call, in `RoutingReplay.counts`: of all
+        routers at once, since a GPU takes as long to start a small operation as to run it."""
         if not self._uncounted:
             return
         counts = self._replay.counts

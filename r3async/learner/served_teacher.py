@@ -45,12 +45,12 @@ class _TokenLogprob(msgspec.Struct):
     decoded_token: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
 
 
-class _Completion(msgspec.Struct):
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+class _CompletionAnswer(msgspec.Struct):
+    choices: Annotated[list[_CompletionChoice], msgspec.Meta(min_length=1)]
 
 
 class _ModelCard(msgspec.Struct):
@@ -160,7 +160,7 @@ class ServedTeacher:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        (choice, *_) = self._call("completions", request, _Completion).choices
+        (choice, *_) = self._call("completions", request, _CompletionAnswer).choices
         said = choice.prompt_logprobs or []
         entries = [(each or {}).get(str(token)) for token, each in zip(ids, said, strict=False)]
         found = [entry or _TokenLogprob(np.nan) for entry in entries]

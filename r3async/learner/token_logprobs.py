@@ -308,8 +308,8 @@ def _scale_logits(logits: Tensor, temperatures: Tensor, excluded: Tensor | None)
 
 
 class _ChunkGradients(NamedTuple):
-    """Of a chunk's tokens, `[m]`: logarithms of the sum of `exp(z)`, entropies, and the gradients
-    by log-prob and by entropy."""
+    """What the gradients of a chunk's tokens follow from, `[m]` each: `norms` are logarithms of the
+    sum of `exp(z)`."""
 
     norms: Tensor
     entropies: Tensor

@@ -47,7 +47,7 @@ async def test_what_is_no_reward_is_refused_by_the_first_row_and_its_own_answer(
 
 
 async def test_a_reward_is_called_with_the_answer_of_the_row(tried):
-    told = r"`reward` fails with the first row's own answer, '(\d)': AssertionError: \1 for \1 "
+    told = r"`reward` fails with a row's own answer, '(\d)': AssertionError: \1 for \1 "
     with pytest.raises(ConfigError, match=told):
         await tried("assert False, f'{completion} for {answer}'", "async def")
 

@@ -21,6 +21,7 @@ def test_every_unknown_key_of_a_pasted_configuration_is_named():
         "actor_rollout_ref.rollout.n": 8,
         "actor_rollout_ref.rollout.load_format": "dummy",
         "learner.lrr": 0.1,
+        "evaluation.sets.a.samples": 3,
     }
     with pytest.raises(ConfigError) as caught:
         load_config("quickstart", [f"{key}={value}" for key, value in pasted.items()])
@@ -29,6 +30,7 @@ def test_every_unknown_key_of_a_pasted_configuration_is_named():
         "unknown key `algorithm.adv_estimator`: here it is `algorithm.advantage`",
         "unknown key `actor_rollout_ref.rollout.n`: here it is `schedule.group_size`",
         "unknown key `actor_rollout_ref.rollout.load_format`: no setting is known to be like it",
+        "unknown key `evaluation.sets.a.samples`: it is `evaluation.samples_per_task` now",
     ]
 
 

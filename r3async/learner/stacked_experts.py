@@ -6,8 +6,8 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,59 +19,83 @@ GROUPED_ROW_BYTES = 16
 
 
 class RowGroups:
-    """The groups of a grouped product's rows: the first `counts[0]` rows are the first group, and
-    so on. `counts` is int64 `[E]`."""
+    """The groups of a grouped product's rows: group `e` ends before row `ends[e]`, int32 `[E]`,
+    where the next one begins."""
 
-    def __init__(self, counts: Tensor):
-        self.counts = counts
+    def __init__(self, ends: Tensor):
+        self.ends = ends
 
-    @cached_property
-    def ends(self) -> Tensor:
-        """int32 `[E]`: the row behind each group's last."""
-        return self.counts.cumsum(0, dtype=torch.int32)
+    @classmethod
+    def from_counts(cls, counts: Tensor) -> RowGroups:
+        """Make groups of `counts` rows, int64 `[E]`."""
+        return cls(counts.cumsum(0, dtype=torch.int32))
 
     @cached_property
     def is_empty(self) -> Tensor:
         """bool `[E]`: groups without a row."""
-        return self.counts == 0
+        empty = torch.empty_like(self.ends, dtype=torch.bool)
+        torch.eq(self.ends[:1], 0, out=empty[:1])
+        torch.eq(self.ends[1:], self.ends[:-1], out=empty[1:])
+        return empty
+
+    def list_counts(self) -> list[int]:
+        """Return the rows of each group, read back from the device."""
+        ends = self.ends.tolist()
+        return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Multiply rows by their group's matrix: `x [P, K]`, `weight [E, M, K]` -> `[P, M]`.
 
-    The counts of `groups` add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other
-    precisions torch runs the matrices one by one. Rows that are not a multiple of 16 bytes are for
-    small tests only: they read the counts back to the host.
+    Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch runs the matrices
+    one by one. Rows that are not a multiple of 16 bytes are for small tests only: they read the
+    counts back to the host.
     """
     if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
-        matrices = zero_empty_gradients(weight, lambda: groups.is_empty)
-        return F.grouped_mm(x, matrices.mT, offs=groups.ends)
-    parts = zip(x.split(groups.counts.tolist()), weight.unbind(), strict=True)
+        return multiply_groups(x, weight.mT, groups)
+    parts = zip(x.split(groups.list_counts()), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
-def zero_empty_gradients(weight: Tensor, find_empty: Callable[[], Tensor]) -> Tensor:
-    """Return `weight` `[E, ...]`, the matrices of a grouped product, with a gradient that is 0 for
-    groups without a row.
+def multiply_groups(x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    """Multiply rows by their group's matrix: `x [P, K]`, `matrices [E, K, M]` -> `[P, M]`.
 
-    `find_empty()` returns these groups, bool `[E]`; the backward pass asks. Torch leaves these
-    gradients unwritten on some devices (github.com/pytorch/pytorch, issues 172439 and 193633). What
-    it does on a device nobody can see from the outside, so the mask is there on all of them: it
-    takes a pass over the gradient.
+    Values and gradients are those of torch's grouped product, but for groups without a row: torch
+    leaves their gradients unwritten on some devices (github.com/pytorch/pytorch, issues 172439 and
+    193633). What it does on a device nobody can see from the outside, so they are set to 0 on all
+    of them: in place, as nobody else has the gradient yet. Autograd takes it for the parameter's
+    `grad` as it is. A function of its own behind torch's would cost two copies.
     """
-    return _ZeroEmptyGradients.apply(weight, find_empty)
+    product: Tensor = _GroupedProduct.apply(x, matrices, groups)
+    return product
 
 
-class _ZeroEmptyGradients(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, find_empty: Callable[[], Tensor]) -> Tensor:
-        ctx.find_empty = find_empty
-        return weight.view_as(weight)
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(x, matrices)
+        ctx.groups = groups
+        return F.grouped_mm(x, matrices, offs=groups.ends)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        empty = ctx.find_empty().view(-1, *(1 for _ in grads[0].shape[1:]))
-        return grads[0].masked_fill(empty, 0.0), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, matrices = ctx.saved_tensors
+        needs_rows, needs_matrices, _ = ctx.needs_input_grad
+        by_rows = by_matrices = None
+        if needs_rows:
+            by_rows = F.grouped_mm(grads[0], matrices.mT, offs=ctx.groups.ends)
+        if needs_matrices:
+            by_matrices = _differentiate_matrices(x, matrices, grads[0], ctx.groups)
+        return by_rows, by_matrices, None
+
+
+def _differentiate_matrices(x: Tensor, matrices: Tensor, grad: Tensor, groups: RowGroups) -> Tensor:
+    """Return the gradient of `matrices [E, K, M]` in their layout."""
+    is_transposed = matrices.stride(-2) == 1
+    left, right = (grad, x) if is_transposed else (x, grad)
+    gradient = F.grouped_mm(left.mT, right, offs=groups.ends)
+    gradient.masked_fill_(groups.is_empty[:, None, None], 0.0)
+    return gradient.mT if is_transposed else gradient
 
 
 class WeightedSwiGLU(torch.autograd.Function):

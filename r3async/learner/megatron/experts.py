@@ -49,7 +49,7 @@ class GroupedExperts(torch.nn.Module):
 
         `counts` int64 `[E]` are the tokens of each expert, and `gates [P]` the gates of the tokens.
         """
-        groups = RowGroups(counts)
+        groups = RowGroups.from_counts(counts)
         wide = grouped_linear(tokens, self.weight1, groups)
         return grouped_linear(WeightedSwiGLU.apply(wide, gates), self.weight2, groups), None
 

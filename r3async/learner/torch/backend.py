@@ -114,7 +114,11 @@ class TorchLearner(LearnerBackend):
         dtype = getattr(torch, config.learner.dtype)
         described = read_model_config(source)
         shared = ranks.world_size > 1
-        causal = build_empty_model(source, torch.float32) if shared else load_model(source, dtype)
+        if shared:
+            causal = build_empty_model(source, torch.float32)
+        else:
+            with return_freed_blocks():
+                causal = load_model(source, dtype)
         model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
         if shared:
             shard_model(model, ranks, dtype, config.learner.parallel.ep)

@@ -36,7 +36,7 @@ from r3async.learner.model import open_model_files
 from r3async.learner.packed_attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.results import LearnerError
-from r3async.learner.stacked_experts import zero_empty_gradients
+from r3async.learner.stacked_experts import RowGroups, multiply_groups
 from r3async.learner.token_logprobs import token_logprobs
 from r3async.learner.torch.checkpoint_names import may_be_carried
 from r3async.learner.torch.described import (
@@ -97,18 +97,12 @@ def _packed_attention_forward(
 
 
 AttentionInterface.register(ATTENTION_NAME, _packed_attention_forward)
-_grouped_product = moe._grouped_mm
 
 
 def _multiply_groups(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """Multiply as transformers does, with gradients that are 0 for experts without a row
     on every device."""
-    matrices = zero_empty_gradients(
-        weight,
-        lambda: offs.diff(prepend=offs.new_zeros(1)) == 0,  # groups that end where they begin
-    )
-    product: Tensor = _grouped_product(input, matrices, offs)
-    return product
+    return multiply_groups(input.to(weight.dtype), weight, RowGroups(offs))
 
 
 moe._grouped_mm = _multiply_groups

@@ -40,6 +40,9 @@ counts: collections.Counter[str] = collections.Counter()
 """What the device had to do since `counts.clear()`:
 
 * `launches`: operators that launch at least one kernel; some launch several.
+* `bytes`: bytes of device memory that those operators read and write, each tensor once; of a table
+  from which rows are taken, what is taken. Attention over padded samples is left out.
+* `allocations`: tensors that operators made.
 * `waits`: times that the host waited for the device.
 * `uploads`, `downloads`: copies from the host, and to it.
 * `collectives`: collective operations on its tensors.
@@ -187,6 +190,8 @@ WAITING = (
 )
 """Beginnings of operators whose result, or its size, the host has to know."""
 INDEXING = ("aten.index.Tensor", "aten.index_put", "aten._index_put")
+TAKING_ROWS = ("aten.embedding.", "aten.gather.", "aten.index.Tensor", "aten.index_select.")
+"""Beginnings of operators that read few rows of a table."""
 NO_HOST_SCALAR = (
     "_foreach_copy",
     "_fused_adam",
@@ -238,13 +243,43 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         _check_devices(func, name, args, given, on_host)
     if _waits_for_result(name, args, kwargs):
         _count_wait()
-    if not name.startswith(WITHOUT_KERNEL) and not _is_view(func):
+    launches = not name.startswith(WITHOUT_KERNEL) and not _is_view(func)
+    if launches:
         counts["launches"] += KERNELS.get(name, 1)
     kwargs = {k: CPU if k == "device" else _unwrap_tree(v) for k, v in kwargs.items()}
     out = ONLY_ON_CUDA.get(name, func)(*_unwrap_tree(args), **kwargs)
     # An operation in place, or with `out`, returns what it was given.
     known = {id(t.inner): t for t in on_device}
+    made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and id(x) not in known]
+    if launches:
+        counts["bytes"] += _count_bytes(func, name, args, kwargs, made)
+    if not _is_view(func):
+        counts["allocations"] += len(made)
     return tree_map(lambda x: known.get(id(x), _wrap(x)) if isinstance(x, Tensor) else x, out)
+
+
+def _count_bytes(
+    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
+) -> int:
+    """Return the bytes of device memory that an operator reads and writes."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
+    changed = _list_tensors([named[each] for each in written if each in named])
+    read = _list_tensors([*named.values()])
+    if name.startswith(TAKING_ROWS):
+        read = [t for t in read if not t.is_floating_point()]
+        changed = [*changed, *made]  # as much is read of the table
+    return sum(map(_size, read)) + sum(map(_size, changed)) + sum(map(_size, made))
+
+
+def _list_tensors(tree: Any) -> list[Tensor]:
+    found = (_unwrap(x) for x in tree_flatten(tree)[0] if isinstance(x, Tensor))
+    return [*{id(t): t for t in found}.values()]
+
+
+def _size(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of one that repeats values, those that there are."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _unwrap_tree(tree: Any) -> Any:

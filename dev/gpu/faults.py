@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from r3async.learner import token_logprobs
 from r3async.learner.backend import TokenScores
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.megatron.experts import GroupedExperts
 from r3async.learner.micro_batches import MicroBatch
 
 
@@ -46,11 +48,32 @@ def be_blackwell() -> None:
     torch.cuda.get_device_capability = lambda device=None: (10, 0)
 
 
+def copy_rows_in_float32() -> None:
+    """Compute with the rows that are sent to experts as float32 rounded back: equal
+    values, two copies."""
+    forward = GroupedExperts.forward
+
+    def copying(
+        self: GroupedExperts, tokens: Tensor, counts: Tensor, gates: Tensor
+    ) -> tuple[Tensor, None]:
+        return forward(self, tokens.float().to(tokens.dtype), counts, gates)
+
+    GroupedExperts.forward = copying  # type: ignore[method-assign]
+
+
+def take_small_chunks() -> None:
+    """Compute logits of few rows at a time: an eighth of the micro-batch, as 220 rows are of one
+    of 2,048."""
+    token_logprobs.choose_chunk_elements = lambda device: 20 * 128
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "blackwell": be_blackwell,
     "index-on-host": leave_index_on_host,
     "item-in-loop": read_every_loss,
     "forgotten-upload": forget_upload,
+    "float32-rows": copy_rows_in_float32,
+    "small-chunks": take_small_chunks,
 }
 
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import re
 import shutil
 import sys
 import threading
@@ -171,12 +172,25 @@ def _parse_command_args(args: Mapping[str, Any]) -> dict[str, Any]:
     directory = args.get("directory", "")
     if directory and not Path(directory).is_dir():
         raise ConfigError(f"`env.args.directory` = {directory!r} is not a directory")
+    script = _find_script(command)
+    if script and not (Path(directory) / script).is_file():
+        raise ConfigError(
+            f"`env.args.command`: there is no file {script!r} in {directory or os.getcwd()!r}; "
+            "`env.args.directory` is where the command runs"
+        )
     environment = args.get("environment", {})
     if not isinstance(environment, Mapping) or not all(
         isinstance(v, Secret) for v in environment.values()
     ):
         raise ConfigError("`env.args.environment` must be a table of texts")
     return {"command": command, "directory": directory, "environment": environment}
+
+
+def _find_script(command: Sequence[str | Secret]) -> str:
+    """Return the script that an interpreter of Python is to run; empty if that is not clear."""
+    words = [str(word) for word in command[:2]]
+    is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name)
+    return words[1] if is_python and len(words) > 1 and words[1].endswith(".py") else ""
 
 
 def _build_search_path() -> str:

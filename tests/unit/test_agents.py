@@ -302,6 +302,11 @@ async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked
         ({"name": "agent:tests.helpers.agents:counts", "args": {"word": 1}}, "unexpected keyword argument 'word'"),
         ({"name": "agent-command", "args": {"command": "python x"}}, "must be a list of words"),
         ({"name": "agent-command", "args": {"command": ["python"], "directory": "/nowhere"}}, "is not a directory"),
+        ({"name": "agent-command", "args": {"command": ["python3", "no.py", "-v"]}}, "there is no file 'no.py' in '/"),
+        (
+            {"name": "agent-command", "args": {"command": ["python", "no.py"], "directory": HERE}},
+            f"there is no file 'no.py' in '{HERE}'",
+        ),
         ({"name": "agent-command", "args": {"command": ["python"], "environment": {"A": 1}}}, "a table of texts"),
         ({"name": "agent-command", "args": {"comand": ["python"]}}, r"`env\.args\.comand`"),
     ],

@@ -269,7 +269,7 @@ def _count_bytes(
     if name.startswith(TAKING_ROWS):
         read = [t for t in read if not t.is_floating_point()]
         changed = [*changed, *made]  # as much is read of the table
-    return sum(map(_size, read)) + sum(map(_size, changed)) + sum(map(_size, made))
+    return sum(map(_count_tensor_bytes, [*read, *changed, *made]))
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
@@ -277,7 +277,7 @@ def _list_tensors(tree: Any) -> list[Tensor]:
     return [*{id(t): t for t in found}.values()]
 
 
-def _size(tensor: Tensor) -> int:
+def _count_tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor; of one that repeats values, those that there are."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 

@@ -53,12 +53,12 @@ def copy_rows_in_float32() -> None:
     values, two copies."""
     forward = GroupedExperts.forward
 
-    def copying(
+    def forward_copied_rows(
         self: GroupedExperts, tokens: Tensor, counts: Tensor, gates: Tensor
     ) -> tuple[Tensor, None]:
         return forward(self, tokens.float().to(tokens.dtype), counts, gates)
 
-    GroupedExperts.forward = copying  # type: ignore[method-assign]
+    GroupedExperts.forward = forward_copied_rows  # type: ignore[method-assign]
 
 
 def take_small_chunks() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,10 @@ from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     import torch
+
+_VERIFY_THREADS = 4
+_BYTES_OF_A_THREAD = 64 * 2**20
+"""Bytes below which another thread takes longer to start than to verify them."""
 
 
 class VersionFile:
@@ -84,9 +91,22 @@ class VersionFile:
             yield name, view_as_tensor(self.data, start, stop, entry)
 
     def verify_checksums(self) -> None:
-        """Compare all checksums. Blocking: about a second for 3 to 5 GB."""
+        """Compare all checksums, in up to four threads. Blocking: each reads 3 to 5 GB a second."""
+        spans = self._tensor_spans
+        threads = min(_VERIFY_THREADS, 1 + len(self.data) // _BYTES_OF_A_THREAD)
+        if threads == 1:
+            self._verify_spans(spans)
+            return
+        ends = list(itertools.accumulate(stop - start for *_, start, stop in spans))
+        edges = [bisect.bisect_left(ends, ends[-1] * n // threads) for n in range(threads)]
+        runs = [spans[start:stop] for start, stop in itertools.pairwise([*edges, len(spans)])]
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(self._verify_spans, runs):
+                pass  # raises the error of the first run that has one
+
+    def _verify_spans(self, spans: Sequence[tuple[str, TensorEntry, int, int]]) -> None:
         view = memoryview(self.data.numpy())
-        for name, entry, start, stop in self._tensor_spans:
+        for name, entry, start, stop in spans:
             self._verify_checksum(view, name, entry, start, stop)
 
     def _verify_checksum(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from r3async.weights import version_reader
 from r3async.weights.delta import (
     DELTA_BLOCK_BYTES,
     DeltaHeader,
@@ -97,7 +98,11 @@ def test_versions_only_go_up(publisher, version):
         publisher.write_tensors(version, tensors(), torch.float32)
 
 
-def test_every_flipped_byte_is_found_and_its_tensor_named_and_a_truncated_file_is_refused(publisher):
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_flipped_byte_is_found_and_its_tensor_named_and_a_truncated_file_is_refused(
+    publisher, threads, monkeypatch
+):
+    monkeypatch.setattr(version_reader, "_BYTES_OF_A_THREAD", 1000 // threads)
     manifest = publisher.write_tensors(0, tensors(), torch.float32)
     content = bytearray(Path(manifest.path).read_bytes())
     at, damaged = len(content) - manifest.nbytes, []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 import inspect
 import json
 import multiprocessing
@@ -53,6 +52,8 @@ from r3async.rollout.renderer import ChatRenderer
 from r3async.world.files import replace_directory
 from r3async.world.kept_programs import exit_with_owner
 from r3async.world.processes import add_user_module_path, hide_main_module, run_on_shared_loop
+
+from .local_cache import find_cache_directory, list_package_versions
 
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner
@@ -473,15 +474,14 @@ def _find_cache_path(config: Config) -> Path | None:
     key = xxhash.xxh3_128(
         msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted")
     )
-    for name in ("torch", "transformers", "tokenizers"):
-        key.update(f"{name} {importlib.metadata.version(name)}".encode())
+    for package in list_package_versions():
+        key.update(package.encode())
     for made_by in (init_model, ReverseText, ChatRenderer, Demonstration):
         key.update(Path(inspect.getfile(made_by)).read_bytes())
     # To import them would import torch.
     for module in ("supervised.py", "optimizer.py", "torch/model.py"):
         key.update((Path(r3async.learner.__file__).parent / module).read_bytes())
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "r3async", key.hexdigest())
+    return find_cache_directory() / key.hexdigest()
 
 
 def _is_intact(cached: Path) -> bool:

@@ -39,6 +39,7 @@ from r3async.rollout.evaluation import check_environment
 from r3async.world.processes import run_on_shared_loop
 
 from .hub import resolve_hub_model
+from .local_cache import check_once
 from .machine_checks import (
     check_addresses,
     check_cluster_address,
@@ -204,7 +205,10 @@ START_CHECKS = (
     StartCheck("addresses", lambda start: check_addresses(start.config), ("devices",)),
     StartCheck("tensors", lambda start: _check_tensors(start.config), ("model",), LEARN),
     StartCheck(
-        "tokenizer", lambda start: check_tokenizer(start.config), ("model",), (*BOTH, "eval")
+        "tokenizer",
+        lambda start: check_once(check_tokenizer, start.config),
+        ("model",),
+        (*BOTH, "eval"),
     ),
     StartCheck("policy loss", lambda start: _check_policy_loss(start.config), ("code",)),
     StartCheck("advantage", lambda start: _check_advantage(start.config), ("code",)),
@@ -343,7 +347,7 @@ def _check_engine_model(start: StartRequest) -> None:
 
 def _check_tensors(config: Config) -> None:
     if config.model.path:
-        check_buildable(config)
+        check_once(check_buildable, config)
 
 
 def _check_policy_loss(config: Config) -> None:

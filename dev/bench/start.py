@@ -1,8 +1,8 @@
 """The benchmark `bench start`: from the command to the first trained step, in wall and CPU seconds,
 by stage and by process.
 
-Cases: `model`, with `model.path`; `none`, without it and with an empty cache; `help`,
-`r3async --help` alone. Events of the run mark the end of each stage; CPU seconds are those of all
+Cases: `model`, with `model.path` and the cache of the starts before; `none`, without it and with an
+empty cache; `help`, `r3async --help` alone. Events of the run mark the end of each stage; CPU seconds are those of all
 processes below this one. Wall time is meaningful only on a quiet machine: `cores of others` is the
 number of cores that other processes kept busy meanwhile.
 """
@@ -64,18 +64,21 @@ def measure_start(
                         f"model.path={model}",
                         *(word for word in words if not word.startswith("model.init.")),
                     ]
+                cache = Path(scratch, "cache") if case == "model" else place / "cache"
                 measured.add_figures(
                     case,
-                    measure_help(place) if case == "help" else measure_first_step(arguments, place),
+                    measure_help(place)
+                    if case == "help"
+                    else measure_first_step(arguments, place, cache),
                 )
     return measured
 
 
-def measure_first_step(words: Sequence[str], place: Path) -> dict[str, float]:
-    """Measure a run of one step with a separate, empty cache."""
+def measure_first_step(words: Sequence[str], place: Path, cache: Path) -> dict[str, float]:
+    """Measure a run of one step with a cache of its own."""
     run_dir = place / RUN_NAME
     arguments = ["train", PRESET, f"name={RUN_NAME}", "steps=1", "--runs", str(place), *words]
-    began, cpu = run_measured(arguments, place / "screen.txt")
+    began, cpu = run_measured(arguments, place / "screen.txt", cache)
     events = {
         event["event"]: event["time"] for event in read_json_objects(run_dir / "events.jsonl")
     }
@@ -100,7 +103,7 @@ def measure_help(place: Path) -> dict[str, float]:
     before = time.time()
     children = os.times()
     with TreeCpu() as cpu:
-        run_measured(["--help"], place / "screen.txt")
+        run_measured(["--help"], place / "screen.txt", place / "cache")
     after = os.times()
     ended = time.time()
     seconds = (
@@ -130,12 +133,11 @@ def stage_figures(began: float, ends: dict[str, float], cpu: TreeCpu) -> dict[st
     }
 
 
-def run_measured(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
-    """Run a command of r3async to its end, with an empty cache of models.
+def run_measured(words: Sequence[str], screen: Path, cache: Path) -> tuple[float, TreeCpu]:
+    """Run a command of r3async to its end, with this cache of models.
 
     Returns the unix time at which it began, and what was read meanwhile. Raises `BenchError`.
     """
-    cache = str(screen.parent / "cache")
     # Without its cache of model classes, vLLM starts one more process of eight CPU seconds; that
     # happens only the first time on a machine.
     vllm_cache = os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
@@ -144,7 +146,7 @@ def run_measured(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
         with start_process(
             [sys.executable, "-P", "-m", "r3async", *words],
             screen,
-            XDG_CACHE_HOME=cache,
+            XDG_CACHE_HOME=str(cache),
             VLLM_CACHE_ROOT=vllm_cache,
         ) as process:
             try:

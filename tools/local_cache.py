@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-import r3async
+import r3async.config
 from r3async.config import Config, config_to_dict
 
 MODEL_PACKAGES = ("torch", "transformers", "tokenizers")
 """Packages on whose versions it depends what a model's files mean."""
+MARK_SECONDS = 30 * 86400.0
+"""Age of the mark of a passed check at which it is removed."""
 
 
 def find_cache_directory() -> Path:
@@ -41,23 +44,28 @@ def check_once(check: Callable[[Config], None], config: Config) -> None:
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
+        for other in mark.parent.iterdir():
+            if other.stat().st_mtime < time.time() - MARK_SECONDS:
+                other.unlink(missing_ok=True)
 
 
 def _digest_checked(name: str, config: Config) -> str:
     """Return a digest of all on which the result of a check of a model's files depends."""
     settings = config_to_dict(config)
     sections = [settings[each] for each in ("model", "learner", "routing", "episode")]
-    code = Path(r3async.__file__).parent
-    files = [*_iter_files(Path(config.model.path))] if config.model.path else []
-    files += [*_iter_files(code / "learner"), *_iter_files(code / "learner" / "torch")]
-    files += [*_iter_files(code / "rollout"), *_iter_files(code / "tools")]
-    what = (name, sections, list_package_versions(), sorted(files))
+    model = Path(config.model.path).iterdir() if config.model.path else []
+    files = [_describe_file(path) for path in sorted([*model, *_iter_code()])]
+    what = (name, sections, list_package_versions(), files)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(what, order="sorted"))
 
 
-def _iter_files(directory: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield path, size in bytes, and time of the last change of each file."""
-    for entry in os.scandir(directory):
-        if entry.is_file():
-            facts = entry.stat()
-            yield os.path.realpath(entry.path), facts.st_size, facts.st_mtime_ns
+def _iter_code() -> Iterator[Path]:
+    package = Path(r3async.config.__file__).parents[1]
+    for directory, _, names in os.walk(package, followlinks=True):
+        yield from (Path(directory, name) for name in names if name.endswith(".py"))
+
+
+def _describe_file(path: Path) -> tuple[str, int, int]:
+    """Return the path, the size in bytes, and the time of the last change."""
+    facts = path.stat() if path.exists() else path.lstat()  # a link to nowhere
+    return str(path.resolve()), facts.st_size, facts.st_mtime_ns

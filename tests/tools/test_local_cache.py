@@ -52,7 +52,7 @@ def test_a_check_is_made_again_only_for_other_files_settings_or_another_check(mo
         check_once(check, load(model))
         check_once(check, load(model))
         assert check.calls == before + 1
-    (model / "tokenizer.json").touch()
+    (model / "tokenizer.json").symlink_to("nowhere")
     check_once(check, load(model))
     other = Check()
     other.__name__ = "other"
@@ -65,8 +65,19 @@ def test_a_check_is_made_again_with_other_packages_and_other_code(model, monkeyp
     check_once(check, load(model))
     monkeypatch.setattr("r3async.tools.local_cache.list_package_versions", lambda: ["torch 3"])
     check_once(check, load(model))
-    monkeypatch.setattr("r3async.tools.local_cache._iter_files", lambda directory: [(str(directory), 1, 2)])
+    monkeypatch.setattr("r3async.tools.local_cache._iter_code", lambda: [model / "config.json"])
     check_once(check, load(model))
+    check_once(check, load(model))
+    assert check.calls == 3
+
+
+def test_marks_of_passed_checks_are_removed_when_they_are_old(model, tmp_path):
+    check = Check()
+    check_once(check, load(model))
+    (mark,) = (tmp_path / "cache" / "r3async" / "checked").iterdir()
+    os.utime(mark, (1, 1))
+    check_once(check, load(model, "learner.lora.rank=4"))
+    assert not mark.exists()
     check_once(check, load(model))
     assert check.calls == 3
 

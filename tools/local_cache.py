@@ -28,6 +28,7 @@ def find_cache_directory() -> Path:
 
 
 def list_package_versions() -> list[str]:
+    """Return name and version of each of `MODEL_PACKAGES`."""
     return [f"{name} {importlib.metadata.version(name)}" for name in MODEL_PACKAGES]
 
 

@@ -2,9 +2,9 @@
 by stage and by process.
 
 Cases: `model`, with `model.path` and the cache of the starts before; `none`, without it and with an
-empty cache; `help`, `r3async --help` alone. Events of the run mark the end of each stage; CPU seconds are those of all
-processes below this one. Wall time is meaningful only on a quiet machine: `cores of others` is the
-number of cores that other processes kept busy meanwhile.
+empty cache; `help`, `r3async --help` alone. Events of the run mark the end of each stage; CPU
+seconds are those of all processes below this one. Wall time is meaningful only on a quiet machine:
+`cores of others` is the number of cores that other processes kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure_start(
 
 
 def measure_first_step(words: Sequence[str], place: Path, cache: Path) -> dict[str, float]:
-    """Measure a run of one step with a cache of its own."""
+    """Measure a run of one step with this cache of models."""
     run_dir = place / RUN_NAME
     arguments = ["train", PRESET, f"name={RUN_NAME}", "steps=1", "--runs", str(place), *words]
     began, cpu = run_measured(arguments, place / "screen.txt", cache)

@@ -7,13 +7,14 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from r3async.tools.local_cache import find_cache_directory
 
 SOURCE = Path(__file__).with_name("device.cpp")
 COMPILERS = ("g++", "clang++")
@@ -43,8 +44,7 @@ def compile_library() -> Path:
     torch = _find_torch()
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(f"{importlib.metadata.version('torch')} {torch} {sys.version_info[:2]}".encode())
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = cache_home / "r3async" / f"emulated-cuda-{key.hexdigest()[:16]}.so"
+    library = find_cache_directory() / f"emulated-cuda-{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
     compiler = find_compiler()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,17 +90,14 @@ class VersionFile:
 
     def verify_checksums(self) -> None:
         """Compare all checksums, in up to four threads. Blocking: each reads 3 to 5 GB a second."""
-        spans = self._tensor_spans
         threads = min(_VERIFY_THREADS, 1 + len(self.data) // _BYTES_OF_A_THREAD)
         if threads == 1:
-            self._verify_spans(spans)
+            self._verify_spans(self._tensor_spans)
             return
-        ends = list(itertools.accumulate(stop - start for *_, start, stop in spans))
-        edges = [bisect.bisect_left(ends, ends[-1] * n // threads) for n in range(threads)]
-        runs = [spans[start:stop] for start, stop in itertools.pairwise([*edges, len(spans)])]
+        shares = [self._tensor_spans[thread::threads] for thread in range(threads)]
         with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(self._verify_spans, runs):
-                pass  # raises the error of the first run that has one
+            for _ in pool.map(self._verify_spans, shares):
+                pass  # raises the error of the first share that has one
 
     def _verify_spans(self, spans: Sequence[tuple[str, TensorEntry, int, int]]) -> None:
         view = memoryview(self.data.numpy())

@@ -1,4 +1,4 @@
-"""A model whose files passed the checks that load torch is not checked again, until something is another."""
+"""A model that passed the checks that load torch is not checked again until something changes."""
 
 import os
 import sys
